@@ -17,6 +17,7 @@ HeadraceError
 │   ├── BodyTooLarge          413
 │   ├── RequestCancelled      499  the request was cancelled by its id
 │   └── Overloaded            429  `retry_after_s`: when to retry
+│       └── Draining          503  the server is shutting down and takes no new requests
 ├── GenerationFailed          500  one request's work raised; the engine goes on
 ├── EngineDead                503  the engine's thread is gone
 ├── ConfigError                    a flag or an environment value is wrong
@@ -181,6 +182,13 @@ class Overloaded(RequestError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class Draining(Overloaded):
+    """The server is shutting down: it finishes requests, but takes no new ones."""
+
+    status = 503
+    code = "draining"
 
 
 class GenerationFailed(HeadraceError):

@@ -170,6 +170,36 @@ def test_requests_that_are_being_answered_end_with_an_error_in_their_own_form(nu
     assert (process.returncode, "stopped True\n" in out) == ((130, False) if hurry else (0, True))
 
 
+def test_a_draining_server_finishes_its_requests_and_refuses_new_ones() -> None:
+    with server(drain_s=PATIENCE_S) as (process, url), idle_connection(url) as idle, ThreadPoolExecutor() as pool:
+        asked = pool.submit(
+            httpx.post, url + CHAT, json={**BODY, "stream": True}, headers={"x-request-id": "mine"}, timeout=PATIENCE_S
+        )
+        wait_until_said(process, 1)
+        process.send_signal(signal.SIGTERM)
+        wait_until_closed(idle)
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            health, status = client.get("/health"), client.get("/v1/status")
+            refused, message = client.post(CHAT, json=BODY), client.post("/v1/messages", json={})
+            assert client.get("/metrics").status_code == 200
+            assert client.post("/v1/requests/mine/cancel").status_code == 200
+        streamed = asked.result()
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert (health.status_code, health.json()) == (503, {"status": "draining"})
+    assert (status.status_code, status.json()["status"], status.json()["num_running"]) == (200, "draining", 1)
+    for answer in (refused, message):
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.headers["connection"] == "close"  # so that a gateway does not come back on it
+        assert "takes no new requests" in answer.json()["error"]["message"]
+    assert (refused.json()["error"]["type"], refused.json()["error"]["code"]) == ("server_error", "draining")
+    assert (message.json()["type"], message.json()["error"]["type"]) == ("error", "api_error")
+    assert streamed.status_code == 200
+    assert json.loads(streamed.text.split("data: ")[-1])["error"]["code"] == "request_cancelled"
+    # The last request ended long before its time was over, and so did the process.
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
 def choices(pieces: list[str]) -> list[dict[str, dict[str, str]]]:
     return [json.loads(piece)["choices"][0] for piece in pieces]
 

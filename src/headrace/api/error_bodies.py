@@ -9,7 +9,6 @@ from headrace.errors import (
     ContextTooLong,
     HeadraceError,
     OriginRefused,
-    Overloaded,
     UnsupportedField,
 )
 
@@ -31,7 +30,7 @@ def _openai_type(error: HeadraceError) -> str:
         return "authentication_error"
     if isinstance(error, OriginRefused):
         return "permission_error"
-    if isinstance(error, Overloaded):
+    if error.status == 429:
         return "rate_limit_error"
     return "server_error" if error.status >= 500 else "invalid_request_error"
 

@@ -20,10 +20,11 @@ def status_body(
     version: str,
     ignored: Mapping[str, int],
     errors: Sequence[ErrorStatus],
+    is_draining: bool,
 ) -> dict[str, Any]:
     """names: the served names. ignored: how often each unknown field was sent. errors: the latest, the oldest first."""
     return {
-        "status": health_body(status.warm_up)["status"],
+        "status": health_body(status.warm_up, is_draining=is_draining)["status"],
         "version": version,
         "process": asdict(process),
         "model": {
@@ -40,7 +41,9 @@ def status_body(
     }
 
 
-def health_body(warm_up: WarmUpStatus) -> dict[str, Any]:
+def health_body(warm_up: WarmUpStatus, *, is_draining: bool) -> dict[str, Any]:
+    if is_draining:
+        return {"status": "draining"}
     return {"status": "ok"} if warm_up.is_over else {"status": "warming", "warm_up": asdict(warm_up)}
 
 

@@ -271,7 +271,10 @@ async function showClients(element) {
 function startUp() {
   const list = h("ul", { class: "report" });
   return [panel("Model and start-up report", list), ({ model, version, process, status, warm_up: warm }) => {
-    const state = status === "warming" ? [`warming up: ${warm.num_done} of ${warm.num_pieces} steps are built`] : [];
+    const state = {
+      warming: [`warming up: ${warm.num_done} of ${warm.num_pieces} steps are built`],
+      draining: ["shutting down: requests in progress are finished, new ones are refused"],
+    }[status] ?? [];
     const lines = [`Headrace ${version}, up ${seconds(process.uptime_s)}`, ...state, ...model.report];
     while (list.childElementCount > lines.length) list.lastChild.remove();
     lines.forEach((line, index) => (list.children[index] ?? list.appendChild(h("li"))).textContent = line);

@@ -20,6 +20,7 @@ from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialec
 from headrace.server.bookkeeping import LiveRequests, RecentErrors, RequestRecord, UnknownFields
 from headrace.server.client_routes import client_routes
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone
+from headrace.server.drain import Drain
 from headrace.server.guard import Guard, OwnNames
 from headrace.server.operations import OperationRoutes
 from headrace.server.page import PageRoutes
@@ -30,7 +31,10 @@ from headrace.session.session import Session
 
 
 def build_app(session: Session, config: ServerConfig) -> Starlette:
-    """`state.feed` is a StatusFeed, to be closed at shutdown. Raises ConfigError for an invalid allowed origin."""
+    """`state.feed` is a StatusFeed, to be closed at shutdown; `state.drain` begins it.
+
+    Raises ConfigError for an invalid allowed origin.
+    """
     names = config.served_model_name or (session.model.name,)
     live = LiveRequests()
     ignored = UnknownFields()
@@ -41,7 +45,8 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     response = AnswerRoute(responses.dialect(), config, names, live, ignored)
     message = AnswerRoute(messages_dialect(session), config, names, live, ignored)
     tokens = TokenRoutes(session, config, names, ignored)
-    operations = OperationRoutes(session, config, names, live, ignored, errors)
+    drain = Drain()
+    operations = OperationRoutes(session, config, names, live, ignored, errors, drain)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat.answer, methods=["POST"]),
@@ -71,7 +76,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/health", operations.health),
             *PageRoutes(config, ignored).routes,
         ],
-        middleware=[Middleware(Guard, config, live, errors, OwnNames(config.host, config.allowed_origin))],
+        middleware=[Middleware(Guard, config, live, errors, OwnNames(config.host, config.allowed_origin), drain)],
         exception_handlers={
             HeadraceError: _on_error,
             HTTPException: _on_http_error,
@@ -81,7 +86,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     )
     # With some clients a redirect to the path without its last slash would lose the body of a POST.
     app.router.redirect_slashes = False
-    app.state.feed = operations.feed
+    app.state.feed, app.state.drain = operations.feed, drain
     return app
 
 

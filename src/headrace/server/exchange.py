@@ -20,16 +20,24 @@ _MAX_DROPPING_S = 30.0
 class Exchange:
     """Adds the common headers, records the status, and delivers answers that come before the body is read.
 
-    headers: of the request. origin: the page's that may read the answer.
+    headers: of the request. origin: the page's that may read the answer. is_last: whether the connection ends with it.
     """
 
     def __init__(
-        self, headers: Headers, receive: Receive, send: Send, record: RequestRecord, origin: str | None
+        self,
+        headers: Headers,
+        receive: Receive,
+        send: Send,
+        record: RequestRecord,
+        origin: str | None,
+        *,
+        is_last: bool = False,
     ) -> None:
         self._receive = receive
         self._send = send
         self._record = record
         self._origin = origin
+        self._is_last = is_last
         self._is_read = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
 
     async def receive(self) -> Message:
@@ -56,7 +64,7 @@ class Exchange:
         headers["request-id"] = self._record.request_id
         if self._record.correlation_id is not None:
             headers["x-correlation-id"] = self._record.correlation_id
-        if not self._is_read:
+        if self._is_last or not self._is_read:
             headers["connection"] = "close"
         if self._origin is not None:
             headers["access-control-allow-origin"] = self._origin

@@ -27,6 +27,7 @@ from headrace.errors import (
     OriginRefused,
 )
 from headrace.server.bookkeeping import LiveRequests, RecentErrors, RequestRecord, logged_failure
+from headrace.server.drain import Drain, draining_error
 from headrace.server.exchange import Exchange
 from headrace.server.log_format import FIELDS
 from headrace.server.responses import closing_error, error_response
@@ -107,13 +108,20 @@ class Guard:
     """ASGI middleware around the routes. Puts a RequestRecord into each request's state."""
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, live: LiveRequests, errors: RecentErrors, own_names: OwnNames
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        live: LiveRequests,
+        errors: RecentErrors,
+        own_names: OwnNames,
+        drain: Drain,
     ) -> None:
         self._app = app
         self._live = live
         self._errors = errors
         self._key = config.api_key.encode() if config.api_key is not None else None
         self._own_names = own_names
+        self._drain = drain
         self._allowed_origins = frozenset(origin.rstrip("/") for origin in config.allowed_origin)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +136,9 @@ class Guard:
             headers,
         )
         scope.setdefault("state", {})["record"] = record
-        exchange = Exchange(headers, receive, send, record, self._allowed(headers.get("origin")))
+        exchange = Exchange(
+            headers, receive, send, record, self._allowed(headers.get("origin")), is_last=self._drain.has_begun
+        )
         try:
             with logged_failure(record, "the server failed; its log has the reason under this request's id"):
                 await self._admit(scope, headers)(scope, exchange.receive, exchange.send)
@@ -167,6 +177,8 @@ class Guard:
             return _preflight(headers)
         if not _is_open(scope["path"]) and not self._has_key(headers):
             return _refusal(scope, headers, _key_error(headers))
+        if self._drain.refuses(scope["method"], scope["path"]):
+            return _refusal(scope, headers, draining_error())
         return self._app
 
     def _allowed(self, origin: str | None) -> str | None:

@@ -20,6 +20,7 @@ from headrace.errors import EngineDead, NotFound
 from headrace.metrics.prometheus import CONTENT_TYPE, render
 from headrace.server.bookkeeping import LiveRequests, RecentErrors, UnknownFields
 from headrace.server.connection import EventStream, while_connected
+from headrace.server.drain import Drain
 from headrace.server.responses import closing_error
 from headrace.server.status_stream import PING, StatusFeed, failure, with_failure
 from headrace.session.session import Session
@@ -55,22 +56,26 @@ class OperationRoutes:
         live: LiveRequests,
         ignored: UnknownFields,
         errors: RecentErrors,
+        drain: Drain,
     ) -> None:
         self.feed = StatusFeed(self._status_body)
         self._session = session
         self._ping_interval_s = config.ping_interval_s
         self._errors = errors
+        self._drain = drain
         self._names = names
         self._live = live
         self._ignored = ignored
         self._process = ProcessMeter()
 
     async def health(self, request: Request) -> Response:
-        """For readiness probes: 200 once steps are warm, 503 before, as SGLang has it, and when the engine is dead."""
+        """For readiness probes: 200 once steps are warm, 503 before, as SGLang has it, during the drain, and when the
+        engine is dead."""
         if (reason := self._session.health()) is not None:
             raise EngineDead(f"the engine is not running: {reason}")
         warm_up = self._session.warm_up_status()
-        return JSONResponse(health_body(warm_up), 200 if warm_up.is_over else 503)
+        body = health_body(warm_up, is_draining=self._drain.has_begun)
+        return JSONResponse(body, 200 if body["status"] == "ok" else 503)
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(await self._status_body(since=0))
@@ -99,6 +104,7 @@ class OperationRoutes:
             version=__version__,
             ignored=self._ignored.counts,
             errors=self._errors.latest,
+            is_draining=self._drain.has_begun,
         )
 
     async def metrics(self, request: Request) -> Response:

@@ -25,6 +25,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ConfigError, EngineDead
 from headrace.long_work import hand_over_soon
 from headrace.server.app import build_app
+from headrace.server.drain import Drain
 from headrace.server.guard import OwnNames
 from headrace.server.protocol import Protocol, WaitingConnections
 from headrace.server.status_stream import StatusFeed
@@ -129,6 +130,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, session: Session, config: ServerConfig, announce: Callable[[], None]) -> None:
         app = build_app(session, config)
         self._feed: StatusFeed = app.state.feed
+        self._drain: Drain = app.state.drain
         # Our log has a line for each request, so uvicorn's is off.
         settings = uvicorn.Config(
             app,
@@ -138,8 +140,8 @@ class HttpServer(uvicorn.Server):
             http=Protocol,
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
-            # The last resort: what it cancels gets no proper end and leaves a traceback in the log.
-            timeout_graceful_shutdown=math.ceil(config.drain_seconds + 3 * _FINAL_CHUNK_S),
+            # The last resort after the drain: what it cancels gets no proper end and leaves a traceback in the log.
+            timeout_graceful_shutdown=4 * _FINAL_CHUNK_S,
         )
         super().__init__(settings)
         self.server_state = WaitingConnections()
@@ -183,11 +185,13 @@ class HttpServer(uvicorn.Server):
             self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening and wait for requests in progress as long as there is time."""
-        self._feed.close()
+        """Drain: wait for requests in progress as long as there is time. Then stop listening and end what is left."""
         if self.signalled_at < math.inf and not self.force_exit:
             log.info("%s", self._stopping_message())
-        ending = asyncio.create_task(self._end_requests())
+        until = time.monotonic() + self._drain_s
+        await self._finish_requests(until)
+        self._feed.close()
+        ending = asyncio.create_task(self._end_requests(min(until, time.monotonic() + _FINAL_CHUNK_S)))
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn waits for nothing then
             await ending
@@ -196,15 +200,31 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(ending, return_exceptions=True)
 
     def _stopping_message(self) -> str:
-        num = len(self.server_state.tasks) - self._feed.num_watchers
+        num = self._num_requests
         if not num:
             return "stopping"
         requests = "1 request" if num == 1 else f"{num} requests"
         return f"stopping: {requests} may go on for {self._drain_s:g} s; Ctrl-C again ends them now"
 
-    async def _end_requests(self) -> None:
+    @property
+    def _num_requests(self) -> int:
+        """In progress, without those that watch the status."""
+        return len(self.server_state.tasks) - self._feed.num_watchers
+
+    async def _finish_requests(self, until: float) -> None:
+        """Wait for requests in progress, at most until then, still listening, so that new ones can be refused.
+
+        A dead engine refuses them itself.
+        """
+        if self.engine_error is None:
+            self._drain.begin()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # closes idle ones, which clients would use for their next request
+        while not self.force_exit and self._num_requests > 0 and time.monotonic() < until:
+            await asyncio.sleep(_POLL_S)
+
+    async def _end_requests(self, until: float) -> None:
         """End requests when their time is over, each with its own error (see the Guard)."""
-        until = time.monotonic() + self._drain_s
         while not self.force_exit and (left_s := until - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, _POLL_S))
         for request in self.server_state.tasks:

@@ -1,0 +1,24 @@
+"""The drain: a server that is about to end finishes its requests, and refuses new ones as gateways expect it."""
+
+from __future__ import annotations
+
+from headrace.errors import Draining
+
+_RETRY_AFTER_S = 1.0
+"""A gateway, or a service's address, reaches another server then."""
+
+
+class Drain:
+    def __init__(self) -> None:
+        self.has_begun = False
+
+    def begin(self) -> None:
+        self.has_begun = True
+
+    def refuses(self, method: str, path: str) -> bool:
+        """Whether a request would be new work. Questions about the server and cancelling are answered to the end."""
+        return self.has_begun and method == "POST" and not path.endswith("/cancel")
+
+
+def draining_error() -> Draining:
+    return Draining("the server is shutting down and takes no new requests", retry_after_s=_RETRY_AFTER_S)
