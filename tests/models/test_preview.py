@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import FakeHub, fake_hub
-from huggingface_hub import constants
+from fake_hub import FakeHub, fake_hub, use_hub
 from models.tiny import FAMILIES, build
 from models.tiny_parts import WINDOW
 
@@ -158,11 +157,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     (gguf := tmp_path / "gguf").mkdir()
     (gguf / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     with fake_hub({"owner/llama": llama, "owner/bert": bert, "owner/gguf": gguf}) as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
         yield hub
 
 

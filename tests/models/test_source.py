@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import errno
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from huggingface_hub import HfApi, ModelInfo, constants
 from huggingface_hub import errors as hub_errors
 
 from headrace.errors import ModelError
-from headrace.models import source
+from headrace.models.hub import HTTP_ERROR
 from headrace.models.source import ModelFiles, locate, read_files
 
 
@@ -31,14 +31,23 @@ def read(folder: Path, config: Any, generation_config: Any = None) -> ModelFiles
 def refuse_hub(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
     """The hub's client raises; without an error it may not be asked at all."""
 
-    def snapshot_download(repo_id: str, **_: Any) -> str:
+    def model_info(self: HfApi, repo_id: str, **_: Any) -> ModelInfo:
         raise error if error is not None else AssertionError(f"the hub was asked for {repo_id}")
 
-    monkeypatch.setattr(source, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(HfApi, "model_info", model_info)
 
 
-def answer(status: int) -> httpx.Response:
-    return httpx.Response(status, request=httpx.Request("GET", "https://example.test/api/models/owner/name"))
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With nothing in it."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def answer(status: int) -> Any:
+    """Of the copy of httpx that huggingface_hub uses."""
+    client = importlib.import_module(HTTP_ERROR.__module__.partition(".")[0])
+    return client.Response(status, request=client.Request("GET", "https://example.test/api/models/owner/name"))
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,24 +89,6 @@ def test_what_can_be_neither_folder_nor_id_is_refused_without_a_question(name: s
         locate(name)
 
 
-def test_an_id_becomes_the_snapshots_folder_and_no_code_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, list[str]]] = []
-
-    def snapshot_download(repo_id: str, *, allow_patterns: list[str]) -> str:
-        asked.append((repo_id, allow_patterns))
-        return str(tmp_path)
-
-    monkeypatch.setattr(source, "snapshot_download", snapshot_download)
-    write(tmp_path, {"model_type": "llama"})
-    assert locate("owner/name") == tmp_path
-    assert {repo_id for repo_id, _ in asked} == {"owner/name"}
-    assert "*.safetensors" in asked[-1][1]
-    patterns = [pattern for _, patterns in asked for pattern in patterns]
-    assert not any(pattern in ("*", "*.*") or pattern.endswith((".py", ".bin")) for pattern in patterns)
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -113,18 +104,6 @@ def test_offline_the_error_says_what_was_tried_and_why(error: Exception, monkeyp
         assert part in caught.value.message
     assert "\n" not in caught.value.message
     assert caught.value.__cause__ is error
-
-
-def test_offline_for_real_an_id_that_is_not_in_the_cache_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def offline(repo_id: str, **arguments: Any) -> str:
-        return original(repo_id, cache_dir=tmp_path, local_files_only=True, **arguments)
-
-    original = source.snapshot_download
-    monkeypatch.setattr(source, "snapshot_download", offline)
-    with pytest.raises(ModelError, match="'owner/name' is not a folder here"):
-        locate("owner/name")
 
 
 def test_an_unknown_repository_is_told_apart_from_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,12 +231,3 @@ def test_end_tokens_come_from_the_generation_config_first(
     config: dict[str, Any], generation_config: Any, ids: tuple[int, ...], tmp_path: Path
 ) -> None:
     assert read(tmp_path, {"model_type": "llama", **config}, generation_config).eos_token_ids == ids
-
-
-def test_a_full_disk_and_a_broken_proxy_are_not_told_as_a_missing_network() -> None:
-    with pytest.raises(ModelError, match="the disk is full"), source.hub_errors("a/b"):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(ModelError, match="the proxy that HTTPS_PROXY"), source.hub_errors("a/b"):
-        raise hub_errors.LocalEntryNotFoundError("not found") from httpx.ProxyError("403 Forbidden")
-    with pytest.raises(ModelError, match="can't be reached"), source.hub_errors("a/b"):
-        raise hub_errors.LocalEntryNotFoundError("not found") from httpx.ConnectError("no route")

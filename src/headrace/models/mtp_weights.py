@@ -21,7 +21,8 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from headrace.errors import ConfigError, ModelError
-from headrace.models.source import ModelFiles, hub_errors, read_files
+from headrace.models.hub import hub_errors
+from headrace.models.source import ModelFiles, read_files
 
 SIDECARS = ("model-mtp.safetensors", "mtp.safetensors", "mtp/*.safetensors")
 """Files beside a checkpoint's own, as patterns."""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub import snapshot_download
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
-from headrace.models.source import WEIGHTS_INDEX, ModelFiles, foreign_errors, hub_errors, read_small_files
+from headrace.models.hub import Repository, find, hub_errors
+from headrace.models.source import ModelFiles, foreign_errors, read_files, read_small_files
 from headrace.models.weights import MEMORY_SHARE, num_parameters
 from headrace.state.layer import LayerCost
 from headrace.state.sequence import StateCost
@@ -40,13 +39,12 @@ def preview_folder(files: ModelFiles) -> Preview:
 def preview_on_hub(name: str) -> Preview:
     """Of a Hugging Face repository, of which only the small files are fetched. Raises ModelError."""
     with hub_errors(name):
-        files = read_small_files(name)
-        if _is_complete(files.directory):
-            return preview_folder(files)
-        shards = snapshot_download(name, allow_patterns=["*.safetensors"], dry_run=True)
-        sizes = {shard.filename: shard.file_size or 0 for shard in shards}
-        missing = sum(sizes[shard.filename] for shard in shards if shard.will_download)
-        return Preview(files, _loaded_bytes(sizes), missing)
+        found = find(name)
+        if not isinstance(found, Repository):
+            return preview_folder(read_files(name, found))
+        files = read_small_files(found)
+    sizes = {file.name: file.num_bytes for file in found.files}
+    return Preview(files, _loaded_bytes(sizes), found.num_bytes - found.fetched_bytes)
 
 
 def _sizes_in(folder: Path) -> dict[str, int]:
@@ -54,16 +52,7 @@ def _sizes_in(folder: Path) -> dict[str, int]:
 
 
 def _loaded_bytes(sizes: Mapping[str, int]) -> int:
-    return sum(size for name, size in sizes.items() if name.startswith("model"))
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether a snapshot has all files of weights that its index lists, or some without an index."""
-    try:
-        shard_of = json.loads((folder / WEIGHTS_INDEX).read_text("utf-8"))["weight_map"]
-        return all((folder / shard).is_file() for shard in set(shard_of.values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or one that loading will refuse
-        return bool(_sizes_in(folder))
+    return sum(size for name, size in sizes.items() if name.startswith("model") and name.endswith(".safetensors"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -11,24 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-
 from headrace.errors import ModelError
+from headrace.models.download import fetch, fetch_small
+from headrace.models.hub import Repository, cache_of, find, hub_errors, remember
+from headrace.models.in_use import hold
 from headrace.models.purpose import refuse_other_purposes
-
-SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
-DOWNLOADED_FILES = (*SMALL_FILES, "*.safetensors")
-"""Files downloaded with a snapshot; no code."""
-
-WEIGHTS_INDEX = "model.safetensors.index.json"
-"""The map from tensors to files of weights."""
 
 NESTED_TEXT_CONFIGS = ("text_config", "language_model", "language_config", "llm_config")
 """Keys of the text model's config in vision-language checkpoints."""
@@ -82,6 +68,8 @@ class ModelFiles:
 def locate(name: str) -> Path:
     """The folder of a model: a local directory, or a snapshot of a Hugging Face repository (downloaded if need be).
 
+    name: a path, or `owner/name`, which may be followed by `@` and a branch, tag or commit.
+
     Raises ModelError if there is neither, saying what was tried.
     """
     path = Path(name).expanduser()
@@ -94,52 +82,26 @@ def locate(name: str) -> Path:
     if not is_hub_id(name):
         raise ModelError(f"there is no folder {path}")
     with hub_errors(name):
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        found = find(name)
+        if isinstance(found, Repository):
             # A model that can't be served is refused before its weights are fetched.
-            read_small_files(name)
-        return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED_FILES)))
+            read_small_files(found)
+            found = remember(name, fetch(found))
+    hold(cache_of(name))
+    return found
 
 
-def read_small_files(name: str) -> ModelFiles:
+def read_small_files(repository: Repository) -> ModelFiles:
     """Of a Hugging Face repository, without fetching its weights. Raises ModelError and the hub's errors."""
-    folder = Path(snapshot_download(name, allow_patterns=list(SMALL_FILES)))
-    if not (folder / "config.json").is_file():
-        has_gguf = snapshot_download(name, allow_patterns=["*.gguf"], dry_run=True)
-        raise ModelError(f"{name} holds no config.json: {_without_config(bool(has_gguf))}")
-    return read_files(name, folder)
+    if all(file.name != "config.json" for file in repository.files):
+        raise ModelError(f"{repository.name} holds no config.json: {_without_config(repository.has_gguf)}")
+    return read_files(repository.name, fetch_small(repository))
 
 
 def is_hub_id(name: str) -> bool:
     """Whether a name can only mean a Hugging Face repository."""
     path = Path(name).expanduser()
     return not (path.exists() or path.is_absolute() or name.startswith((".", "~")))
-
-
-@contextmanager
-def hub_errors(name: str) -> Iterator[None]:
-    """Translate download errors to ModelError."""
-    try:
-        yield
-    except HFValidationError as error:
-        raise ModelError(f"{name!r} is neither a folder nor a Hugging Face id such as owner/name") from error
-    except GatedRepoError as error:
-        raise ModelError(
-            f"{name!r} is gated: accept its terms on its Hugging Face page and log in with a token of that account"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"{name!r} is neither a folder here nor a repository on Hugging Face") from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise ModelError(f"{name!r} can't be fetched: the disk is full ({HF_HUB_CACHE})") from error
-        # by name: the hub library may bring another copy of httpx than ours
-        if any(type(cause).__name__ == "ProxyError" for cause in _causes(error)):
-            raise ModelError(
-                f"{name!r} can't be fetched: the proxy that HTTPS_PROXY or ALL_PROXY names fails"
-            ) from error
-        raise ModelError(
-            f"{name!r} is not a folder here, not (or not all of it) in the local Hugging Face cache, "
-            f"and Hugging Face can't be reached: {str(error).partition(chr(10))[0]}"
-        ) from error
 
 
 @contextmanager
@@ -154,12 +116,6 @@ def foreign_errors(translate: Callable[[BaseException], Exception]) -> Iterator[
         raise
     except (Exception, SystemExit) as error:
         raise translate(error) from error
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def read_files(name: str, directory: Path) -> ModelFiles:
@@ -207,4 +163,7 @@ def _known_model_type(model_type: str) -> str:
 
 
 def _has_module(model_type: str) -> bool:
-    return model_type.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{model_type}") is not None
+    """Whether mlx-lm has a module for it; looked for as a file, because the search for a module imports its package."""
+    spec = importlib.util.find_spec("mlx_lm")
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    return model_type.isidentifier() and any((Path(each) / "models" / f"{model_type}.py").is_file() for each in folders)

@@ -1,0 +1,102 @@
+"""Fetches a repository's files into huggingface_hub's cache.
+
+That library does nearly all of it. Only large files are fetched here: it (2.4) begins an interrupted file anew, while
+these go on from `blobs/SHA256.incomplete`, as in its earlier versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, hf_hub_url, snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import WeakFileLock, build_hf_headers, tqdm
+
+from headrace.errors import ModelError
+from headrace.models.hub import HTTP_ERROR, HubFile, Repository, cache_of, first_line, split_revision, unfinished
+from headrace.models.in_use import hold
+
+_MOST_AT_ONCE = 4
+"""Large files that are fetched at a time."""
+
+
+def fetch_small(repository: Repository) -> Path:
+    """Fetch all but the weights. Returns the snapshot's folder, whose branch is not moved to it yet."""
+    names = [file.name for file in repository.files if not file.name.endswith(".safetensors")]
+    return _snapshot(repository, repository.commit, names) if names else repository.folder
+
+
+def fetch(repository: Repository) -> Path:
+    """Fetch what is missing. Returns the snapshot's folder. Raises ModelError and the hub's errors.
+
+    A file gets its place in the snapshot when it is whole, weights after all others.
+    """
+    hold(cache_of(repository.name))
+    fetch_small(repository)
+    large = [
+        each for each in repository.missing if each.is_large and each.num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE
+    ]
+    pool = ThreadPoolExecutor(_MOST_AT_ONCE)
+    try:
+        for done in as_completed([pool.submit(_fetch_large, repository, file) for file in large]):
+            done.result()
+    except (GatedRepoError, RepositoryNotFoundError):
+        raise
+    except HTTP_ERROR as error:
+        raise ModelError(
+            f"the download of {repository.name} broke off ({first_line(error)}); the same command goes on from there"
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    _, revision = split_revision(repository.name)
+    return _snapshot(repository, revision, [file.name for file in repository.files])
+
+
+class _NoBar(tqdm):
+    """Several bars of files would overwrite our line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "disable": True})
+
+
+def _snapshot(repository: Repository, revision: str | None, files: Sequence[str]) -> Path:
+    repo_id, _ = split_revision(repository.name)
+    return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(files), tqdm_class=_NoBar))
+
+
+def _fetch_large(repository: Repository, file: HubFile) -> None:
+    """Into the cache's blobs, from where an earlier download ended."""
+    cache = cache_of(repository.name)
+    blob = cache / "blobs" / file.blob
+    lock = cache.parent / ".locks" / cache.name / f"{file.blob}.lock"
+    for folder in (blob.parent, lock.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):  # the one that huggingface_hub takes
+        if blob.exists():
+            return
+        partial = unfinished(blob)
+        with partial.open("ab") as out:
+            if out.tell() > file.num_bytes:
+                out.truncate(0)
+            http_get(
+                hf_hub_url(split_revision(repository.name)[0], file.name, revision=repository.commit),
+                out,
+                resume_size=partial.stat().st_size,
+                headers=build_hf_headers(),
+                expected_size=file.num_bytes,
+                tqdm_class=_NoBar,
+            )
+        if _sha256(partial) != file.blob:
+            partial.unlink()
+            raise ModelError(f"{repository.name}: {file.name} came damaged and was deleted; fetch it again")
+        partial.replace(blob)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,36 @@
+"""Which models' folders running commands use, so that none is deleted under them: locks that end with their process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+_held: dict[Path, int] = {}
+
+
+def hold(folder: Path) -> None:
+    """Mark a folder as in use until this process ends, so that `is_in_use` is true elsewhere."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder not in _held:
+        _held[folder] = os.open(folder, os.O_RDONLY)
+        _lock(_held[folder], fcntl.LOCK_SH)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a running Headrace serves or fetches the model of a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        return not _lock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Whether nobody's lock is against it. Some network file systems know no locks; there nothing is in use."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
