@@ -114,7 +114,7 @@ def test_a_full_disk_is_named_and_what_came_is_of_use(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15_000_000, limits[1]))
     try:
-        with pytest.raises(ModelError, match=r"the disk is full \(.*cache\).*the same command goes on"):
+        with pytest.raises(ModelError, match=r"the disk is full \(.*cache\).*the same command continues"):
             locate("owner/name")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -129,7 +129,7 @@ def test_a_full_disk_is_named_and_what_came_is_of_use(
 def test_a_connection_that_breaks_off_is_named(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_hub(monkeypatch, hub.url, tmp_path / "cache")
     hub.breaks_at = 12_000_000
-    with pytest.raises(ModelError, match=r"the download of owner/name broke off \(.*500.*\); the same command goes on"):
+    with pytest.raises(ModelError, match=r"the download of owner/name broke off \(.*500.*\); the same command"):
         locate("owner/name")
     assert local_copy("owner/name") is None
     hub.breaks_at, hub.is_broken = None, False

@@ -49,7 +49,7 @@ def fetch(repository: Repository) -> Path:
         raise
     except HTTP_ERROR as error:
         raise ModelError(
-            f"the download of {repository.name} broke off ({first_line(error)}); the same command goes on from there"
+            f"the download of {repository.name} broke off ({first_line(error)}); the same command continues from there"
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -177,10 +177,10 @@ def _key(name: str) -> Path:
 def ask(name: str, timeout_s: float = _TIMEOUT_S) -> Repository:
     """What a repository holds, by one question to the hub. Raises its errors, and TimeoutError."""
     repository, revision = split_revision(name)
-    # the client's own limit holds for each read, and not for names
-    pool = ThreadPoolExecutor(1)
+    # the client's own limit holds for each read, and not for finding the host
+    pool, client_s = ThreadPoolExecutor(1), 2 * timeout_s
     try:
-        call = pool.submit(HfApi().model_info, repository, revision=revision, files_metadata=True, timeout=timeout_s)
+        call = pool.submit(HfApi().model_info, repository, revision=revision, files_metadata=True, timeout=client_s)
         info = call.result(timeout_s)
     except TimeoutError as error:
         raise TimeoutError(f"no answer within {timeout_s:.0f} seconds") from error
@@ -230,7 +230,7 @@ def hub_errors(name: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
             raise ModelError(
                 f"{name!r} can't be fetched: the disk is full ({constants.HF_HUB_CACHE}); what has come stays, "
-                "and the same command goes on from there"
+                "and the same command continues from there"
             ) from error
         # by name: the hub library may bring another copy of httpx than ours
         if any(type(cause).__name__ == "ProxyError" for cause in _causes(error)):

@@ -28,7 +28,7 @@ def is_in_use(folder: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Whether nobody's lock is against it. Some network file systems know no locks; there nothing is in use."""
+    """Whether no other process has a lock against it; true on network file systems without locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
