@@ -155,6 +155,9 @@ class ServerConfig:
     reasoning_field: str = knob(
         "reasoning_content", "name of the thinking text in chat answers", choices=("reasoning_content", "reasoning")
     )
+    otel: bool = knob(
+        False, "send a span of each request to the OpenTelemetry collector that the OTEL_* variables name"
+    )
     log_format: str = knob("text", "how log lines are written", choices=("text", "json"))
     log_level: str = knob(
         "info",

@@ -27,6 +27,7 @@ from headrace.server.page import PageRoutes
 from headrace.server.response_routes import ResponseRoutes
 from headrace.server.responses import error_response
 from headrace.server.tokens import TokenRoutes
+from headrace.server.tracing import request_spans
 from headrace.session.session import Session
 
 
@@ -45,7 +46,8 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     response = AnswerRoute(responses.dialect(), config, names, live, ignored)
     message = AnswerRoute(messages_dialect(session), config, names, live, ignored)
     tokens = TokenRoutes(session, config, names, ignored)
-    drain = Drain()
+    own_names = OwnNames(config.host, config.allowed_origin)
+    drain, spans = Drain(), request_spans(config)
     operations = OperationRoutes(session, config, names, live, ignored, errors, drain)
     app = Starlette(
         routes=[
@@ -76,7 +78,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/health", operations.health),
             *PageRoutes(config, ignored).routes,
         ],
-        middleware=[Middleware(Guard, config, live, errors, OwnNames(config.host, config.allowed_origin), drain)],
+        middleware=[Middleware(Guard, config, live, errors, own_names, drain, spans)],
         exception_handlers={
             HeadraceError: _on_error,
             HTTPException: _on_http_error,
@@ -86,7 +88,7 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     )
     # With some clients a redirect to the path without its last slash would lose the body of a POST.
     app.router.redirect_slashes = False
-    app.state.feed, app.state.drain = operations.feed, drain
+    app.state.feed, app.state.drain, app.state.spans = operations.feed, drain, spans
     return app
 
 

@@ -20,6 +20,7 @@ from headrace.server.foreign_ids import HARMLESS_ID, correlation_id, trace_id
 from headrace.types.events import (
     Event,
     Finished,
+    OutputTimes,
     Reasoning,
     Started,
     Text,
@@ -79,6 +80,7 @@ class RequestRecord:
     """One HTTP request, and the answer that was generated for it if any.
 
     error: what the client got instead of an answer, or as the end of its stream. clock: monotonic seconds.
+    arrived: by that clock.
     """
 
     def __init__(
@@ -94,10 +96,10 @@ class RequestRecord:
         self.trace_id = trace_id(headers or {})
         self.status: int | None = None
         self.error: HeadraceError | None = None
-        self._method = method[:_MAX_METHOD_LENGTH]
-        self._path = path[:_MAX_PATH_LENGTH]
+        self.method = method[:_MAX_METHOD_LENGTH]
+        self.path = path[:_MAX_PATH_LENGTH]
         self._clock = clock
-        self._arrived = clock()
+        self.arrived = clock()
         self._answer: _AnswerRecord | None = None
 
     def begin_answer(self, answer_id: str, model: str) -> None:
@@ -112,17 +114,22 @@ class RequestRecord:
         if self._answer is not None:
             self._answer.break_off(reason)
 
+    @property
+    def times(self) -> OutputTimes | None:
+        """When the engine worked on the answer; None if it gave no output."""
+        return None if self._answer is None else self._answer.times
+
     def fields(self) -> dict[str, Any]:
         """Names and values for JSON logs. Seconds are rounded to microseconds."""
         fields: dict[str, Any] = {
             "request_id": self.request_id,
-            "method": self._method,
-            "path": self._path,
+            "method": self.method,
+            "path": self.path,
             "status": self.status,
-            "duration_s": round(self._clock() - self._arrived, 6),
+            "duration_s": round(self._clock() - self.arrived, 6),
         }
         fields |= self._foreign_ids()
-        return {**fields, **self._answer.fields(self._arrived)} if self._answer is not None else fields
+        return {**fields, **self._answer.fields(self.arrived)} if self._answer is not None else fields
 
     def _foreign_ids(self) -> dict[str, str]:
         """Ids by which a gateway's or a tracer's records of this request are found."""
@@ -131,7 +138,7 @@ class RequestRecord:
 
     def line(self) -> str:
         values = self.fields()
-        words = [f"{self._method} {self._path} {self.status or '-'} {values['duration_s']:.3f}s {self.request_id}"]
+        words = [f"{self.method} {self.path} {self.status or '-'} {values['duration_s']:.3f}s {self.request_id}"]
         if self._answer is not None:
             words += _answer_words(values)
         words += [f"{name}={each}" for name, each in self._foreign_ids().items()]
@@ -182,6 +189,10 @@ class _AnswerRecord:
                 self._usage = usage
                 self._last = now
                 self.reasons.append(reason.value)
+
+    @property
+    def times(self) -> OutputTimes | None:
+        return self._usage.times
 
     def break_off(self, reason: str) -> None:
         """The tokens until now were computed, although no Finished counts them."""

@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -31,6 +32,9 @@ from headrace.server.drain import Drain, draining_error
 from headrace.server.exchange import Exchange
 from headrace.server.log_format import FIELDS
 from headrace.server.responses import closing_error, error_response
+
+if TYPE_CHECKING:
+    from headrace.server.spans import RequestSpans
 
 _LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 """This machine's names: its own, and those that Docker and Podman define in containers."""
@@ -115,6 +119,7 @@ class Guard:
         errors: RecentErrors,
         own_names: OwnNames,
         drain: Drain,
+        spans: RequestSpans | None,
     ) -> None:
         self._app = app
         self._live = live
@@ -122,6 +127,7 @@ class Guard:
         self._key = config.api_key.encode() if config.api_key is not None else None
         self._own_names = own_names
         self._drain = drain
+        self._spans = spans
         self._allowed_origins = frozenset(origin.rstrip("/") for origin in config.allowed_origin)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,6 +164,8 @@ class Guard:
             self._live.release(record.request_id)
             self._errors.add(record)
             is_poll = _is_polled(scope["path"]) and record.status in (200, 304)
+            if self._spans is not None and not is_poll:
+                self._spans.add(record, headers)
             level = logging.DEBUG if is_poll else logging.INFO
             if log.isEnabledFor(level):
                 log.log(level, "%s", record.line(), extra={FIELDS: record.fields()})

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -29,8 +29,12 @@ from headrace.server.drain import Drain
 from headrace.server.guard import OwnNames
 from headrace.server.protocol import Protocol, WaitingConnections
 from headrace.server.status_stream import StatusFeed
+from headrace.server.tracing import check_tracing
 from headrace.server.watchdog import start_watchdog
 from headrace.session.session import Session
+
+if TYPE_CHECKING:
+    from headrace.server.spans import RequestSpans
 
 log = logging.getLogger("headrace.server")
 
@@ -56,9 +60,11 @@ _KEEP_ALIVE_S = 75
 def open_listener(config: ServerConfig) -> socket.socket:
     """A bound socket that doesn't listen yet, so that a taken port is reported before minutes of loading.
 
-    Raises ConfigError for an address that can't be bound, for a public one without a key, and for an invalid origin.
+    Raises ConfigError for an address that can't be bound, for a public one without a key, for an invalid origin, and
+    for tracing that is not installed.
     """
     OwnNames(config.host, config.allowed_origin)  # raises for one
+    check_tracing(config)
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -131,6 +137,7 @@ class HttpServer(uvicorn.Server):
         app = build_app(session, config)
         self._feed: StatusFeed = app.state.feed
         self._drain: Drain = app.state.drain
+        self._spans: RequestSpans | None = app.state.spans
         # Our log has a line for each request, so uvicorn's is off.
         settings = uvicorn.Config(
             app,
@@ -198,6 +205,8 @@ class HttpServer(uvicorn.Server):
             await self.lifespan.shutdown()
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
+        if self._spans is not None and not self.force_exit:
+            await asyncio.to_thread(self._spans.close, _FINAL_CHUNK_S)
 
     def _stopping_message(self) -> str:
         num = self._num_requests

@@ -271,6 +271,7 @@ def usage_of(prompts: Sequence[PromptOutputProcessor]) -> Usage:
     choices = [choice for prompt in prompts for choice in prompt.choices]
     times = [prompt.times for prompt in prompts if prompt.times is not None]
     first_s = [each.first_s for each in times]
+    began_s, last_s = [each.began_s for each in times], [each.last_s for each in times]
     return Usage(
         num_prompt_tokens=sum(len(prompt.request.prompt) for prompt in prompts),
         num_output_tokens=sum(choice.num_tokens for choice in choices),
@@ -280,8 +281,9 @@ def usage_of(prompts: Sequence[PromptOutputProcessor]) -> Usage:
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         route=Route.MEDIA if any(prompt.request.route is Route.MEDIA for prompt in prompts) else Route.TEXT,
         sparse=_sparse_usage([prompt.sparse for prompt in prompts if prompt.sparse is not None]),
-        prompt_s=max(first_s) - min(each.began_s for each in times) if times else 0.0,
-        output_s=max(each.last_s for each in times) - min(first_s) if times else 0.0,
+        prompt_s=max(first_s) - min(began_s) if times else 0.0,
+        output_s=max(last_s) - min(first_s) if times else 0.0,
+        times=OutputTimes(min(began_s), max(first_s), max(last_s)) if times else None,
     )
 
 

@@ -198,6 +198,8 @@ class Usage:
     sparse: over all prompts; None where sparse prefill is off.
     prompt_s: from the first step of a prompt to the first output. output_s: from there to the last output. With several
     prompts, from the earliest to the latest of them, so that the two may overlap.
+    times: when the first prompt's first step began, the last prompt's first output came, and the latest output; None
+    before the first output.
     """
 
     num_prompt_tokens: int
@@ -210,6 +212,7 @@ class Usage:
     sparse: SparseUsage | None = None
     prompt_s: float = field(default=0.0, compare=False)
     output_s: float = field(default=0.0, compare=False)
+    times: OutputTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
