@@ -11,9 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from starlette.applications import Starlette
+
+from headrace.config import ServerConfig
 from headrace.errors import RequestCancelled
 from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
+from headrace.server.app import build_app
+from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.text.template import PromptHead, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, TextPart
@@ -357,3 +362,14 @@ def fake_session(engine: FakeEngine, template: PlainTemplate | None = None, *, p
     """A session over a fake engine; text and tokens are bytes of each other."""
     words = ByteTokenizer(), template or PlainTemplate(), thinking_family()
     return Session(engine, *words, prepares_turns=prepares_turns)
+
+
+def models_of(session: Session, config: ServerConfig | None = None) -> Models:
+    """One loaded model, under the configured names or any other."""
+    config = config or ServerConfig()
+    return Models.of(session, config.served_model_name, takes_any_name=not config.strict_model_name)
+
+
+def app_over(session: Session, config: ServerConfig | None = None) -> Starlette:
+    config = config or ServerConfig()
+    return build_app(models_of(session, config), config)

@@ -8,18 +8,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from fakes import models_of
+
 from headrace.config import ServerConfig
 from headrace.server.run import HttpServer, base_url, open_listener
+from headrace.session.models import Models
 from headrace.session.session import Session
 
 
 @asynccontextmanager
-async def serving(session: Session, config: ServerConfig | None = None, *, port: int = 0) -> AsyncIterator[str]:
+async def serving(
+    session: Session | Models, config: ServerConfig | None = None, *, port: int = 0
+) -> AsyncIterator[str]:
     """Yields the server's base URL; the server is down again when the block is left. port: 0 for any free one."""
     config = replace(config or ServerConfig(), port=port)
+    models = session if isinstance(session, Models) else models_of(session, config)
     with open_listener(config) as listener:
         listens = asyncio.Event()
-        server = HttpServer(session, config, listens.set)
+        server = HttpServer(models, config, listens.set)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         ready = asyncio.create_task(listens.wait())
         await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -34,7 +40,7 @@ async def serving(session: Session, config: ServerConfig | None = None, *, port:
 class served:  # noqa: N801 (it is used like a function)
     """A server for a session in a separate thread."""
 
-    def __init__(self, session: Session, config: ServerConfig | None = None) -> None:
+    def __init__(self, session: Session | Models, config: ServerConfig | None = None) -> None:
         self._session = session
         self._config = config
         self._started = threading.Event()

@@ -7,10 +7,9 @@ import json
 
 import httpx
 from attack.inputs import CHAT, chat
-from fakes import END, FakeEngine, fake_session
+from fakes import END, FakeEngine, app_over, fake_session
 
 from headrace.config import ServerConfig
-from headrace.server.app import build_app
 
 
 class Wire:
@@ -19,7 +18,7 @@ class Wire:
     def __init__(self) -> None:
         engine = FakeEngine("<think>a</think>", "b", (END,))
         # A server with few bytes to spare also meets the refusal of large bodies.
-        self._app = build_app(fake_session(engine), ServerConfig(max_body_bytes=100_000))
+        self._app = app_over(fake_session(engine), ServerConfig(max_body_bytes=100_000))
 
     def post(self, content: bytes, path: str) -> httpx.Response:
         async def exchange() -> httpx.Response:

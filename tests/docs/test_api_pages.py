@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeEngine, fake_session
+from fakes import FakeEngine, app_over, fake_session
 from starlette.routing import Route
 
 from headrace.api.anthropic_body import MessagesBody
@@ -23,7 +23,6 @@ from headrace.api.responses_tools import REFUSED_TOOLS, UNUSED_TOOLS
 from headrace.config import ServerConfig
 from headrace.metrics.prometheus import render
 from headrace.metrics.stats import Stats
-from headrace.server.app import build_app
 from headrace.types.status import (
     CacheStatus,
     DiskStatus,
@@ -107,7 +106,7 @@ def test_every_kind_of_item_and_tool_is_listed(section: str, known: set[str]) ->
 
 
 def test_every_route_is_listed() -> None:
-    app = build_app(fake_session(FakeEngine()), ServerConfig())
+    app = app_over(fake_session(FakeEngine()), ServerConfig())
     known = [
         f"{method} {route.path.replace(':path', '')}"
         for route in app.routes

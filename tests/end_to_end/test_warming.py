@@ -8,13 +8,13 @@ import threading
 
 import httpx
 import pytest
+from fakes import app_over
 
 from headrace.backend.kernels import Kernels
 from headrace.config import Config, EngineConfig, ModelConfig, ServerConfig
 from headrace.engine.engine import Engine
 from headrace.engine.warm_up import WarmUp
 from headrace.models import load
-from headrace.server.app import build_app
 from headrace.session.session import Session
 
 PATIENCE_S = 60
@@ -29,7 +29,7 @@ def test_requests_are_answered_before_health_says_ok(monkeypatch: pytest.MonkeyP
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False, vision="off"), knobs))
 
     async def conversation() -> None:
-        transport = httpx.ASGITransport(build_app(Session.for_engine(engine), ServerConfig()))
+        transport = httpx.ASGITransport(app_over(Session.for_engine(engine), ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             before = await client.get("/health")
             answer = await client.post("/v1/chat/completions", json=BODY)

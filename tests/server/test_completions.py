@@ -8,11 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import BEGIN, END, FakeEngine, describe, fake_logprobs, fake_session
+from fakes import BEGIN, END, FakeEngine, app_over, describe, fake_logprobs, fake_session
 
 from headrace.config import ServerConfig
 from headrace.errors import Overloaded
-from headrace.server.app import build_app
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -20,7 +19,7 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 def post(path: str, engine: FakeEngine, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    app = build_app(fake_session(engine), ServerConfig())
+    app = app_over(fake_session(engine), ServerConfig())
 
     async def exchange() -> httpx.Response:
         transport = httpx.ASGITransport(app, client=("203.0.113.7", 1234))

@@ -11,14 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import ByteTokenizer, FakeEngine, PlainTemplate, describe, fake_session, thinking_family
+from fakes import ByteTokenizer, FakeEngine, PlainTemplate, app_over, describe, fake_session, thinking_family
 
 from headrace.cancellation import check_cancelled
 from headrace.config import ServerConfig
 from headrace.errors import InvalidRequest
 from headrace.long_work import set_aside
 from headrace.server import answers
-from headrace.server.app import build_app
 from headrace.server.log_format import TEXT_FORMAT, TextLines
 from headrace.session import settings
 from headrace.session.session import Session
@@ -30,7 +29,7 @@ CHAT = "/v1/chat/completions"
 
 
 def post(session: Session, path: str, body: dict[str, Any]) -> httpx.Response:
-    app = build_app(session, ServerConfig())
+    app = app_over(session, ServerConfig())
 
     async def exchange() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -152,9 +151,9 @@ def test_a_large_body_is_read_beside_the_event_loop(num_bytes: int, monkeypatch:
     readers = []
     read = answers.read_chat_completion
 
-    def noted(body: bytes, **fields: Any) -> Any:
+    def noted(*arguments: Any) -> Any:
         readers.append(threading.current_thread())
-        return read(body, **fields)
+        return read(*arguments)
 
     monkeypatch.setattr(answers, "read_chat_completion", noted)
     body = {**said("x"), "user": "u" * num_bytes}
@@ -166,12 +165,12 @@ def test_large_bodies_are_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     inside, most, lock = [0], [0], threading.Lock()
     read = answers.read_chat_completion
 
-    def counted(body: bytes, **fields: Any) -> Any:
+    def counted(*arguments: Any) -> Any:
         with lock:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
         try:
-            return [read(body, **fields) for _ in range(20)][0]
+            return [read(*arguments) for _ in range(20)][0]
         finally:
             with lock:
                 inside[0] -= 1
@@ -187,7 +186,7 @@ def test_large_bodies_are_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("half", [r"\ud83d", r"\ude00"])
 def test_half_a_surrogate_pair_is_served_as_a_replacement_character(half: str) -> None:
     engine = FakeEngine("hi")
-    app = build_app(fake_session(engine), ServerConfig())
+    app = app_over(fake_session(engine), ServerConfig())
     bodies = {
         CHAT: r'{"messages": [{"role": "user", "content": "aHALF"}], "user": "HALF", "HALF": 1}',
         "/v1/completions": r'{"prompt": "aHALF", "stop": "HALF"}',
@@ -208,7 +207,7 @@ def test_half_a_surrogate_pair_is_served_as_a_replacement_character(half: str) -
 
 
 def test_bytes_that_are_no_utf_8_are_no_json() -> None:
-    app = build_app(fake_session(FakeEngine("hi")), ServerConfig())
+    app = app_over(fake_session(FakeEngine("hi")), ServerConfig())
     body = json.dumps(said("TEXT")).encode().replace(b"TEXT", b"\xed\xa0\xbd")
 
     async def exchange() -> httpx.Response:
@@ -307,7 +306,7 @@ def test_a_client_that_leaves_ends_the_work_on_its_text() -> None:
             "query_string": b"",
             "headers": [(b"host", b"127.0.0.1")],
         }
-        await asyncio.wait_for(build_app(session, ServerConfig())(scope, receive, send), 60)
+        await asyncio.wait_for(app_over(session, ServerConfig())(scope, receive, send), 60)
         assert statuses[0] == 499
         # Waits for the threads, of which one would never end.
         await asyncio.wait_for(loop.shutdown_default_executor(), 60)

@@ -8,11 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
+from fakes import END, FakeEngine, PlainTemplate, app_over, describe, fake_session
 
 from headrace.config import ServerConfig
 from headrace.errors import GenerationFailed, Overloaded
-from headrace.server.app import build_app
 from headrace.session.session import Session
 
 MESSAGES = "/v1/messages?beta=true"
@@ -22,7 +21,7 @@ STREAM = {**BODY, "stream": True}
 
 
 def send(path: str, body: Any, session: Session | None = None, config: ServerConfig | None = None) -> httpx.Response:
-    app = build_app(session or fake_session(FakeEngine("hi", (END,))), config or ServerConfig())
+    app = app_over(session or fake_session(FakeEngine("hi", (END,))), config or ServerConfig())
 
     async def exchange() -> httpx.Response:
         transport = httpx.ASGITransport(app)

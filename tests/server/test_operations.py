@@ -10,13 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import END, FakeEngine, fake_session
+from fakes import END, FakeEngine, app_over, fake_session
 
 from headrace import __version__
 from headrace.clients.registry import CLIENTS
 from headrace.config import ServerConfig
 from headrace.errors import GenerationFailed, Overloaded
-from headrace.server.app import build_app
 from headrace.types.status import CacheStatus, WarmUpStatus
 
 CHAT = "/v1/chat/completions"
@@ -29,7 +28,7 @@ def talk(
     conversation: Callable[[httpx.AsyncClient], Awaitable[Any]],
     config: ServerConfig | None = None,
 ) -> Any:
-    app = build_app(fake_session(engine), config or ServerConfig())
+    app = app_over(fake_session(engine), config or ServerConfig())
 
     async def scenario() -> Any:
         transport = httpx.ASGITransport(app, client=("203.0.113.7", 1234))

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fakes import END, FakeEngine, fake_session
+from fakes import END, FakeEngine, app_over, fake_session
 
 import headrace
 from headrace.config import ServerConfig
-from headrace.server.app import build_app
 
 KEY = "a-key"
 FILES = sorted(path.name for path in (Path(headrace.__file__).parent / "page").iterdir() if path.suffix != ".py")
@@ -22,7 +21,7 @@ FILES = [name for name in FILES if "." in name]
 def send(
     path: str, *, method: str = "GET", config: ServerConfig | None = None, url: str = "http://localhost:8080", **fields
 ) -> httpx.Response:
-    app = build_app(fake_session(FakeEngine("hi", (END,))), config or ServerConfig())
+    app = app_over(fake_session(FakeEngine("hi", (END,))), config or ServerConfig())
 
     async def exchange() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url) as client:

@@ -16,13 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import FakeEngine, Step, describe
+from fakes import FakeEngine, Step, app_over, describe
 from loopback import serving
 
 import headrace
 from headrace.config import ServerConfig
 from headrace.media.profile import read_profile
-from headrace.server.app import build_app
 from headrace.session.media import MediaReader, TowerProcessor
 from headrace.session.session import Session
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
@@ -122,7 +121,7 @@ def send(request: Recorded, **changes: Any) -> tuple[httpx.Response, list[Genera
     engine = engine_that_says(*script(request))
 
     async def exchange() -> httpx.Response:
-        transport = httpx.ASGITransport(build_app(session_over(engine), ServerConfig()))
+        transport = httpx.ASGITransport(app_over(session_over(engine), ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             content = json.dumps({**request.body, **changes}).encode() if request.method == "POST" else None
             return await client.request(request.method, request.path, headers=request.headers, content=content)

@@ -16,13 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import FakeEngine, describe
+from fakes import FakeEngine, app_over, describe
 from openai.types.responses import response_stream_event
 from pydantic import TypeAdapter
 
 import headrace
 from headrace.config import ServerConfig
-from headrace.server.app import build_app
 from headrace.session.session import Session
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.types.model import TokenIds
@@ -118,7 +117,7 @@ def send(request: Recorded, **changes: Any) -> tuple[httpx.Response, list[Genera
     session = Session(engine, words().tokenizer, words().template, words().family)
 
     async def exchange() -> httpx.Response:
-        transport = httpx.ASGITransport(build_app(session, ServerConfig()))
+        transport = httpx.ASGITransport(app_over(session, ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post(URL, headers=request.headers, json={**request.body, **changes})
 

@@ -7,10 +7,9 @@ import logging
 
 import httpx
 import pytest
-from fakes import FakeEngine, fake_session
+from fakes import FakeEngine, app_over, fake_session
 
 from headrace.config import ServerConfig
-from headrace.server.app import build_app
 from headrace.server.foreign_ids import trace_id
 from headrace.server.session_header import SESSION_HEADERS
 
@@ -20,7 +19,7 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"  # the exam
 
 def ask(engine: FakeEngine, headers: dict[str, str], **fields: object) -> httpx.Response:
     async def scenario() -> httpx.Response:
-        transport = httpx.ASGITransport(build_app(fake_session(engine), ServerConfig()), client=("203.0.113.7", 1))
+        transport = httpx.ASGITransport(app_over(fake_session(engine), ServerConfig()), client=("203.0.113.7", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = {"messages": [{"role": "user", "content": "hello"}], **fields}
             return await client.post(CHAT, json=body, headers=headers)

@@ -11,11 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import END, THINKING_TEMPLATE, FakeEngine, PlainTemplate, describe, fake_session
+from fakes import END, THINKING_TEMPLATE, FakeEngine, PlainTemplate, app_over, describe, fake_session
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, GenerationFailed, Overloaded
-from headrace.server.app import build_app
 from headrace.server.log_format import TEXT_FORMAT, TextLines
 from headrace.session.session import Session
 from headrace.types.status import WarmUpStatus
@@ -27,7 +26,7 @@ BODY = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
 def send(
     method: str, path: str, *, session: Session | None = None, config: ServerConfig | None = None, **fields: Any
 ) -> httpx.Response:
-    app = build_app(session or fake_session(FakeEngine("hi", (END,))), config or ServerConfig())
+    app = app_over(session or fake_session(FakeEngine("hi", (END,))), config or ServerConfig())
 
     async def exchange() -> httpx.Response:
         transport = httpx.ASGITransport(app)
@@ -394,7 +393,7 @@ def test_with_a_key_or_for_pages_of_any_origin_the_name_does_not_matter() -> Non
 @pytest.mark.parametrize("origin", ["http://[::1", "app.example", "localhost:3000", "file://", ""])
 def test_an_allowed_origin_that_is_none_is_a_configuration_error(origin: str) -> None:
     with pytest.raises(ConfigError, match="--allowed-origin"):
-        build_app(fake_session(FakeEngine()), ServerConfig(allowed_origin=(origin,)))
+        app_over(fake_session(FakeEngine()), ServerConfig(allowed_origin=(origin,)))
 
 
 def test_an_allowed_origin_without_a_host_lets_no_foreign_name_in() -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import END, ByteTokenizer, FakeEngine, PlainTemplate, describe
+from fakes import END, ByteTokenizer, FakeEngine, PlainTemplate, app_over, describe
 from text.transcripts import Got, family_of, load, parse, tools_of
 
 from headrace.config import ServerConfig
-from headrace.server.app import build_app
 from headrace.session.session import Session
 
 SCHEMAS, CASES = load()
@@ -148,7 +147,7 @@ async def client_of(case: dict[str, Any]) -> AsyncIterator[httpx.AsyncClient]:
     engine = FakeEngine(*steps, *(() if case["finish"] == "length" else ((END,),)), model=describe(max_model_len=10**6))
     template = PlainTemplate(thinking_open=case.get("thinking_open", False))
     session = Session(engine, ByteTokenizer(), template, family_of(case))
-    transport = httpx.ASGITransport(build_app(session, ServerConfig()))
+    transport = httpx.ASGITransport(app_over(session, ServerConfig()))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
 

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-from fakes import FakeEngine, fake_session
+from fakes import FakeEngine, app_over, fake_session
 from loopback import serving
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -23,7 +23,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, GenerationFailed
 from headrace.server import app as app_module
-from headrace.server.app import build_app
 from headrace.server.bookkeeping import RequestRecord
 from headrace.server.spans import RequestSpans
 from headrace.server.tracing import check_tracing, request_spans
@@ -44,7 +43,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 def ask(engine: FakeEngine, path: str, body: dict[str, object], headers: dict[str, str] | None = None) -> None:
     async def scenario() -> None:
-        transport = httpx.ASGITransport(build_app(fake_session(engine), ServerConfig()))
+        transport = httpx.ASGITransport(app_over(fake_session(engine), ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             await client.get("/health")
             await client.post(path, json=body, headers=headers)
@@ -148,7 +147,7 @@ def seconds(span: ReadableSpan) -> float:
 
 def test_polls_have_no_spans(exporter: InMemorySpanExporter) -> None:
     async def scenario() -> None:
-        transport = httpx.ASGITransport(build_app(fake_session(FakeEngine()), ServerConfig()))
+        transport = httpx.ASGITransport(app_over(fake_session(FakeEngine()), ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for path in ("/health", "/metrics", "/v1/status", "/v1/models"):
                 await client.get(path)

@@ -8,7 +8,7 @@ from typing import Any
 from headrace.api.anthropic_body import FormatBody, MessagesBody, ThinkingBody
 from headrace.api.anthropic_messages import ChatMessages, added_tools, callable_tools, own_tools, tool_choice
 from headrace.api.ids import new_id
-from headrace.api.json_body import check, ignored_names, read_object, unknown_fields
+from headrace.api.json_body import JsonBody, check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
 from headrace.api.openai_sampling import Call, generation_options
 from headrace.api.openai_structure import agreed_form
@@ -18,7 +18,7 @@ from headrace.types.chat import ChatMessage, ChatRequest, Structure
 from headrace.types.model import ModelTraits
 
 
-def read_messages(body: bytes, model: ModelTraits) -> Call[ChatRequest]:
+def read_messages(body: JsonBody, model: ModelTraits) -> Call[ChatRequest]:
     """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
 
     A chat of more messages than the context has tokens raises ContextTooLong before validation.

@@ -73,6 +73,9 @@ def slices(text: bytes) -> Iterator[bytes]:
 
 Body = TypeVar("Body", bound="StrictBody")
 
+JsonBody = bytes | Mapping[str, Any]
+"""A body as sent, or parsed already."""
+
 _Location = tuple[int | str, ...]
 
 # pydantic's messages name Python's types and our classes.
@@ -117,11 +120,14 @@ class StrictBody(BaseModel):
         return False
 
 
-def read_object(body: bytes) -> dict[str, Any]:
+def read_object(body: JsonBody) -> Mapping[str, Any]:
     """Parse a body that is a JSON object; a lone surrogate becomes a replacement character.
 
-    Raises InvalidRequest for anything else, including NaN, invalid UTF-8, and JSON over the limits.
+    A route has parsed it already if it had to know which model is meant. Raises InvalidRequest for anything but an
+    object, including NaN, invalid UTF-8, and JSON over the limits.
     """
+    if not isinstance(body, bytes):
+        return body
     value = read_json(body, "the body")
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")

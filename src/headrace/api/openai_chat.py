@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from headrace.api.ids import new_id
-from headrace.api.json_body import StrictBody, check, ignored_names, read_object, unknown_fields
+from headrace.api.json_body import JsonBody, StrictBody, check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_messages import ChatMessageBody, chat_message, refuse_too_many
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
@@ -80,7 +80,7 @@ class ChatCompletionBody(ChunkedBody, StructureBody, ToolsBody, PromptBody):
     thinking_token_budget: Annotated[int | None, Field(ge=0, lt=2**31)] = None
 
 
-def read_chat_completion(body: bytes, model: ModelTraits) -> Call[ChatRequest]:
+def read_chat_completion(body: JsonBody, model: ModelTraits) -> Call[ChatRequest]:
     """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param.
 
     A chat of more messages than the context has tokens raises ContextTooLong before validation.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from headrace.api.ids import new_id
-from headrace.api.json_body import check, ignored_names, read_object, unknown_fields
+from headrace.api.json_body import JsonBody, check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
     NEUTRAL_VALUES,
@@ -59,7 +59,7 @@ class CompletionBody(ChunkedBody):
     best_of: Annotated[int | None, Field(ge=1)] = None
 
 
-def read_completion(body: bytes, model: ModelTraits) -> Call[CompletionRequest]:
+def read_completion(body: JsonBody, model: ModelTraits) -> Call[CompletionRequest]:
     """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
     value = read_object(body)
     parsed = check(CompletionBody, value)

@@ -1,43 +1,31 @@
-"""GET /v1/models for OpenAI and Anthropic clients, and POST /tokenize and /detokenize in vLLM's form.
-
-The one loaded model serves a request for any model name, unless the server is strict about names. The answer carries
-the requested name if it is a served one, else the first served name, so that it is not taken for another model's.
-"""
+"""GET /v1/models for OpenAI and Anthropic clients, and POST /tokenize and /detokenize in vLLM's form."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from headrace.api.json_body import StrictBody, check, ignored_names, read_object, unknown_fields
+from headrace.api.json_body import JsonBody, StrictBody, check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_chat import PromptBody, chat_prompt
 from headrace.api.openai_completion import read_token_ids
 from headrace.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from headrace.types.chat import ChatRequest
 
 
-def model_list(names: Sequence[str], created: int, max_model_len: int, owned_by: str) -> dict[str, Any]:
-    data = [_model(name, created, max_model_len, owned_by) for name in names]
-    return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+def model_list(models: Mapping[str, int], created: int, owned_by: str) -> dict[str, Any]:
+    """models: the context of each served name, in tokens."""
+    data = [_model(name, created, context, owned_by) for name, context in models.items()]
+    return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
 
 
-def one_model(asked: str, names: Sequence[str], created: int, max_model_len: int, owned_by: str) -> dict[str, Any]:
+def one_model(asked: str, models: Mapping[str, int], created: int, owned_by: str) -> dict[str, Any]:
     """One served name. Raises ModelNotFound."""
-    return _model(answer_name(asked, names, strict=True), created, max_model_len, owned_by)
-
-
-def answer_name(asked: str | None, names: Sequence[str], *, strict: bool) -> str:
-    """The model name in an answer. Raises ModelNotFound, or InvalidRequest if a strict server gets none."""
-    if asked in names:
-        return str(asked)
-    if not strict:
-        return names[0]
-    if asked is None:
-        raise InvalidRequest("model is missing", param="model")
-    raise ModelNotFound(f"The model `{asked}` does not exist; served: {', '.join(names)}", param="model")
+    if asked not in models:
+        raise ModelNotFound(f"The model `{asked}` does not exist; served: {', '.join(models)}", param="model")
+    return _model(asked, created, models[asked], owned_by)
 
 
 def _model(name: str, created: int, max_model_len: int, owned_by: str) -> dict[str, Any]:
@@ -99,7 +87,7 @@ class DetokenizeCall:
     ignored: tuple[str, ...]
 
 
-def read_tokenize(body: bytes) -> TokenizeCall:
+def read_tokenize(body: JsonBody) -> TokenizeCall:
     """Parse and validate a body. Raises InvalidRequest, UnsupportedField with the field's path as its param."""
     value = read_object(body)
     if value.get("messages") is None:
@@ -116,7 +104,7 @@ def read_tokenize(body: bytes) -> TokenizeCall:
     return TokenizeCall(request, False, chat.model, ignored_names(unknown_fields(chat)))
 
 
-def read_detokenize(body: bytes) -> DetokenizeCall:
+def read_detokenize(body: JsonBody) -> DetokenizeCall:
     """Parse and validate a body. Raises InvalidRequest with the field's path as its param."""
     value = read_object(body)
     parsed = check(DetokenizeBody, value)

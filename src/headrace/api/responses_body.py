@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import ConfigDict, Field
 
 from headrace.api.ids import new_id
-from headrace.api.json_body import StrictBody, check, check_at, ignored_names, read_object, unknown_fields
+from headrace.api.json_body import JsonBody, StrictBody, check, check_at, ignored_names, read_object, unknown_fields
 from headrace.api.openai_chat import Effort
 from headrace.api.openai_sampling import (
     MAX_LOGPROBS,
@@ -178,7 +178,7 @@ class ResponseCall(Call[ChatRequest]):
     includes_summary: bool
 
 
-def read_response(body: bytes, earlier: Earlier, model: ModelTraits) -> ResponseCall:
+def read_response(body: JsonBody, earlier: Earlier, model: ModelTraits) -> ResponseCall:
     """Parse and validate a body.
 
     An input of more items than the context has tokens raises ContextTooLong before validation. Raises InvalidRequest,

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace import __version__
-from headrace.api.llama_cpp import props_body
-from headrace.api.openai_models import model_list, one_model
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
 from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect, messages_dialect
@@ -22,33 +17,33 @@ from headrace.server.client_routes import client_routes
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone
 from headrace.server.drain import Drain
 from headrace.server.guard import Guard, OwnNames
+from headrace.server.model_routes import model_routes
 from headrace.server.operations import OperationRoutes
 from headrace.server.page import PageRoutes
 from headrace.server.response_routes import ResponseRoutes
 from headrace.server.responses import error_response
 from headrace.server.tokens import TokenRoutes
 from headrace.server.tracing import request_spans
-from headrace.session.session import Session
+from headrace.session.models import Models
 
 
-def build_app(session: Session, config: ServerConfig) -> Starlette:
+def build_app(models: Models, config: ServerConfig) -> Starlette:
     """`state.feed` is a StatusFeed, to be closed at shutdown; `state.drain` begins it.
 
     Raises ConfigError for an invalid allowed origin.
     """
-    names = config.served_model_name or (session.model.name,)
     live = LiveRequests()
     ignored = UnknownFields()
     errors = RecentErrors()
-    chat = AnswerRoute(chat_dialect(session, config), config, names, live, ignored)
-    completion = AnswerRoute(completion_dialect(session), config, names, live, ignored)
-    responses = ResponseRoutes(session, config, names, live, ignored)
-    response = AnswerRoute(responses.dialect(), config, names, live, ignored)
-    message = AnswerRoute(messages_dialect(session), config, names, live, ignored)
-    tokens = TokenRoutes(session, config, names, ignored)
+    chat = AnswerRoute(chat_dialect(config), models, config, live, ignored)
+    completion = AnswerRoute(completion_dialect(), models, config, live, ignored)
+    responses = ResponseRoutes(models, config, live, ignored)
+    response = AnswerRoute(responses.dialect(), models, config, live, ignored)
+    message = AnswerRoute(messages_dialect(), models, config, live, ignored)
+    tokens = TokenRoutes(models, config, ignored)
     own_names = OwnNames(config.host, config.allowed_origin)
     drain, spans = Drain(), request_spans(config)
-    operations = OperationRoutes(session, config, names, live, ignored, errors, drain)
+    operations = OperationRoutes(models, config, live, ignored, errors, drain)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat.answer, methods=["POST"]),
@@ -63,8 +58,8 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
             Route("/v1/responses/{id}/input_items", responses.input_items),
             Route("/v1/messages", message.answer, methods=["POST"]),
             Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
-            *_model_routes(session, config, names),
-            *client_routes(session, config, names),
+            *model_routes(models, config),
+            *client_routes(models, config),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/tokenizer_info", tokens.tokenizer_info),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
@@ -90,40 +85,6 @@ def build_app(session: Session, config: ServerConfig) -> Starlette:
     app.router.redirect_slashes = False
     app.state.feed, app.state.drain, app.state.spans = operations.feed, drain, spans
     return app
-
-
-def _model_routes(session: Session, config: ServerConfig, names: tuple[str, ...]) -> list[Route]:
-    created = int(time.time())
-
-    async def models(request: Request) -> Response:
-        return JSONResponse(model_list(names, created, session.model.max_model_len, config.owned_by))
-
-    async def model(request: Request) -> Response:
-        asked = request.path_params["name"]
-        return JSONResponse(one_model(asked, names, created, session.model.max_model_len, config.owned_by))
-
-    async def props(request: Request) -> Response:
-        body = props_body(
-            session.model,
-            session.traits.defaults,
-            session.special_tokens,
-            session.chat_template,
-            alias=names[0],
-            max_num_seqs=(await session.status()).max_num_seqs,
-            version=__version__,
-        )
-        return JSONResponse(body)
-
-    async def version(request: Request) -> Response:
-        return JSONResponse({"version": __version__})
-
-    return [
-        Route("/v1/models", models),
-        # Names may be hub ids, which contain a slash.
-        Route("/v1/models/{name:path}", model),
-        Route("/props", props),
-        Route("/version", version),
-    ]
 
 
 async def _no_stored_chat(request: Request) -> Response:

@@ -10,18 +10,19 @@ from headrace.clients.record import Endpoint, output_limit
 from headrace.clients.registry import CLIENTS
 from headrace.clients.text import client_json
 from headrace.config import ServerConfig
-from headrace.session.session import Session
+from headrace.session.models import Models
 
 _KEY_TO_FILL_IN = "YOUR_KEY"
 
 
-def client_routes(session: Session, config: ServerConfig, names: tuple[str, ...]) -> list[Route]:
-    context = session.model.max_model_len
+def client_routes(models: Models, config: ServerConfig) -> list[Route]:
     key = None if config.api_key is None else _KEY_TO_FILL_IN
 
     async def clients(request: Request) -> Response:
         url = str(request.base_url).rstrip("/")
-        endpoint = Endpoint(url, names[0], context, output_limit(context), key)
+        entry = models.resolve(request.query_params.get("model")).entry
+        context = entry.session.model.max_model_len
+        endpoint = Endpoint(url, entry.name, context, output_limit(context), key)
         data = [client_json(client, endpoint) for client in CLIENTS.values()]
         return JSONResponse({"object": "list", "data": data})
 

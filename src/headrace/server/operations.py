@@ -23,7 +23,7 @@ from headrace.server.connection import EventStream, while_connected
 from headrace.server.drain import Drain
 from headrace.server.responses import closing_error
 from headrace.server.status_stream import PING, StatusFeed, failure, with_failure
-from headrace.session.session import Session
+from headrace.session.models import Models
 from headrace.types.status import ProcessStatus
 
 # macOS reports bytes, Linux KiB.
@@ -50,20 +50,18 @@ class OperationRoutes:
 
     def __init__(
         self,
-        session: Session,
+        models: Models,
         config: ServerConfig,
-        names: tuple[str, ...],
         live: LiveRequests,
         ignored: UnknownFields,
         errors: RecentErrors,
         drain: Drain,
     ) -> None:
         self.feed = StatusFeed(self._status_body)
-        self._session = session
+        self._models = models
         self._ping_interval_s = config.ping_interval_s
         self._errors = errors
         self._drain = drain
-        self._names = names
         self._live = live
         self._ignored = ignored
         self._process = ProcessMeter()
@@ -71,9 +69,9 @@ class OperationRoutes:
     async def health(self, request: Request) -> Response:
         """For readiness probes: 200 once steps are warm, 503 before, as SGLang has it, during the drain, and when the
         engine is dead."""
-        if (reason := self._session.health()) is not None:
+        if (reason := self._models.health()) is not None:
             raise EngineDead(f"the engine is not running: {reason}")
-        warm_up = self._session.warm_up_status()
+        warm_up = self._models.warm_up_status()
         body = health_body(warm_up, is_draining=self._drain.has_begun)
         return JSONResponse(body, 200 if body["status"] == "ok" else 503)
 
@@ -95,11 +93,12 @@ class OperationRoutes:
 
     async def _status_body(self, since: int) -> dict[str, Any]:
         """since: the first second of the history."""
-        status = await self._session.status()
+        entry = self._models.main
+        status = await entry.session.status()
         return status_body(
             replace(status, history=status.history.since(since)),
-            self._session.model,
-            self._names,
+            entry.session.model,
+            entry.names,
             self._process.measure(),
             version=__version__,
             ignored=self._ignored.counts,
@@ -108,19 +107,20 @@ class OperationRoutes:
         )
 
     async def metrics(self, request: Request) -> Response:
-        text = render(await self._session.status(), self._names[0], self._process.measure())
+        entry = self._models.main
+        text = render(await entry.session.status(), entry.name, self._process.measure())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def loads(self, request: Request) -> Response:
         sections = read_sections(request.query_params)
-        status = await self._session.status()
+        status = await self._models.main.session.status()
         return JSONResponse(loads_body(status, sections, version=__version__, now=time.time()))
 
     async def cache(self, request: Request) -> Response:
-        return JSONResponse(cache_body((await self._session.status()).cache))
+        return JSONResponse(cache_body((await self._models.main.session.status()).cache))
 
     async def clear_cache(self, request: Request) -> Response:
-        return JSONResponse({"object": "cache.cleared", "freed_bytes": await self._session.clear_cache()})
+        return JSONResponse({"object": "cache.cleared", "freed_bytes": await self._models.clear_cache()})
 
     async def cancel(self, request: Request) -> Response:
         """End a request by its id or its answer's id; its own client gets an error.
@@ -129,7 +129,7 @@ class OperationRoutes:
         """
         id = request.path_params["id"]
         work = self._live.work_of(id)
-        ended = await asyncio.gather(*(self._session.abort(each) for each in work))
+        ended = await asyncio.gather(*(self._models.abort(each) for each in work))
         cancelled = [each for each, was_running in zip(work, ended, strict=True) if was_running]
         if not cancelled:
             raise NotFound(f"no request with the id {id!r} is being worked on", param="id")

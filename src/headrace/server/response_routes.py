@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.api.answer_encoder import AnswerHeading
-from headrace.api.openai_models import answer_name
+from headrace.api.json_body import JsonBody
 from headrace.api.openai_sampling import Call
 from headrace.api.responses_answer import ResponsesAnswer
 from headrace.api.responses_body import ResponseCall, name_own_field, read_response
@@ -23,23 +23,22 @@ from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, UnsupportedField
 from headrace.server.answers import Dialect
 from headrace.server.bookkeeping import LiveRequests, UnknownFields
-from headrace.server.connection import while_connected
+from headrace.server.model_calls import read_json_body, with_model
 from headrace.server.response_store import ResponseStore, StoredResponse
-from headrace.server.responses import ignored_headers, read_call
+from headrace.server.responses import ignored_headers
+from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest
 from headrace.types.events import Event
+from headrace.types.model import ModelTraits
 
 
 class ResponseRoutes:
     """Generates responses, from a whole conversation or continuing a stored one."""
 
-    def __init__(
-        self, session: Session, config: ServerConfig, names: tuple[str, ...], live: LiveRequests, ignored: UnknownFields
-    ) -> None:
-        self._session = session
+    def __init__(self, models: Models, config: ServerConfig, live: LiveRequests, ignored: UnknownFields) -> None:
+        self._models = models
         self._config = config
-        self._names = names
         self._live = live
         self._ignored = ignored
         self._store = ResponseStore(config.stored_response_bytes)
@@ -51,14 +50,18 @@ class ResponseRoutes:
 
     async def count_input_tokens(self, request: Request) -> Response:
         """POST /v1/responses/input_tokens: how many tokens the prompt of a response has."""
-        # A prompt may be longer than the context.
-        read = partial(read_response, earlier=self._store, model=replace(self._session.traits, max_model_len=None))
-        call = await read_call(request, read, self._config.max_body_bytes)
-        answer_name(call.model, self._names, strict=self._config.strict_model_name)
-        self._ignored.add(call.ignored)
-        with _own_field_names():
-            token_ids = await while_connected(request.receive, self._session.tokenize_chat(call.request))
-        return JSONResponse(count_body(len(token_ids)), headers=ignored_headers(call.ignored))
+        body = await read_json_body(request, self._config.max_body_bytes)
+        target = self._models.resolve(body.model)
+
+        async def count(session: Session) -> tuple[int, tuple[str, ...]]:
+            # A prompt may be longer than the context.
+            call = await body.read(partial(self._read, model=replace(session.traits, max_model_len=None)))
+            with _own_field_names():
+                return len(await session.tokenize_chat(call.request)), call.ignored
+
+        num_tokens, ignored = await with_model(request, self._models, target, count)
+        self._ignored.add(ignored)
+        return JSONResponse(count_body(num_tokens), headers=ignored_headers(ignored))
 
     async def retrieve(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
@@ -88,11 +91,11 @@ class ResponseRoutes:
             if stored["status"] != "cancelled":
                 raise InvalidRequest(f"Cannot cancel a {stored['status']} response.", param="response_id")
             return JSONResponse(stored)
-        await asyncio.gather(*(self._session.abort(each) for each in self._live.work_of(response_id)))
+        await asyncio.gather(*(self._models.abort(each) for each in self._live.work_of(response_id)))
         return JSONResponse(answer.so_far("cancelled"))
 
-    def _read(self, body: bytes) -> ResponseCall:
-        return read_response(body, self._store, self._session.traits)
+    def _read(self, body: JsonBody, model: ModelTraits) -> ResponseCall:
+        return read_response(body, self._store, model)
 
     def _form(self, call: Call[ChatRequest], heading: AnswerHeading) -> ResponsesAnswer:
         assert isinstance(call, ResponseCall), "what _read gives"
@@ -103,9 +106,9 @@ class ResponseRoutes:
     def _remember(self, call: ResponseCall, response: dict[str, Any]) -> None:
         self._store.add(StoredResponse(response, listed_items(call.items), response["previous_response_id"]))
 
-    async def _events(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+    async def _events(self, session: Session, request: ChatRequest) -> AsyncGenerator[Event, None]:
         with _own_field_names():
-            async with aclosing(self._session.chat(request)) as events:
+            async with aclosing(session.chat(request)) as events:
                 async for event in events:
                     yield event
 

@@ -36,6 +36,7 @@ _SHORT_BODY_BYTES = 256 * 1024
 _LARGE_BODIES = ThreadPoolExecutor(4, "large-body")
 
 Parsed = TypeVar("Parsed")
+Given = TypeVar("Given")
 
 
 def error_response(error: HeadraceError, path: str, headers: Mapping[str, str]) -> Response:
@@ -94,13 +95,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def read_call(request: Request, read: Callable[[bytes], Parsed], max_bytes: int) -> Parsed:
-    """What the body says. read: its parser; large bodies are parsed one at a time, beside the event loop.
-
-    Raises what `read_body` and the parser raise.
-    """
+    """What the body says. Raises what `read_body` and the parser raise."""
     body = await read_body(request, max_bytes)
-    if len(body) <= _INLINE_BODY_BYTES:
+    return await parse_apart(len(body), read, body)
+
+
+async def parse_apart(num_bytes: int, read: Callable[[Given], Parsed], body: Given) -> Parsed:
+    """What a parser makes of a body; large ones are parsed one at a time, beside the event loop."""
+    if num_bytes <= _INLINE_BODY_BYTES:
         return read(body)
-    if len(body) <= _SHORT_BODY_BYTES:
+    if num_bytes <= _SHORT_BODY_BYTES:
         return await asyncio.to_thread(read, body)
     return await run_in_pool(_LARGE_BODIES, in_turn, read, body)

@@ -31,7 +31,7 @@ from headrace.server.protocol import Protocol, WaitingConnections
 from headrace.server.status_stream import StatusFeed
 from headrace.server.tracing import check_tracing
 from headrace.server.watchdog import start_watchdog
-from headrace.session.session import Session
+from headrace.session.models import Models
 
 if TYPE_CHECKING:
     from headrace.server.spans import RequestSpans
@@ -91,7 +91,7 @@ def base_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(session: Session, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]) -> float:
+def serve(models: Models, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]) -> float:
     """Serve until SIGINT or SIGTERM. `announce` is called once connections are accepted.
 
     Returns the seconds left until the process must have ended. From here on signals are the server's. Raises
@@ -99,7 +99,7 @@ def serve(session: Session, config: ServerConfig, listener: socket.socket, annou
     died.
     """
     hand_over_soon()
-    server = HttpServer(session, config, announce)
+    server = HttpServer(models, config, announce)
     # Everything loaded so far stays. A full collection that searches it stops all threads for up to 0.3 s.
     gc.collect()
     gc.freeze()
@@ -127,14 +127,14 @@ class _Workers(ThreadPoolExecutor):
 
 
 class HttpServer(uvicorn.Server):
-    """Serves one session. Calls `announce` when it listens, not before.
+    """Serves models. Calls `announce` when it listens, not before.
 
     has_ended: nothing is served any more, and another SIGINT ends the process. signalled_at: when the first signal
     came, in monotonic seconds. engine_error: why the engine died, which ends the server.
     """
 
-    def __init__(self, session: Session, config: ServerConfig, announce: Callable[[], None]) -> None:
-        app = build_app(session, config)
+    def __init__(self, models: Models, config: ServerConfig, announce: Callable[[], None]) -> None:
+        app = build_app(models, config)
         self._feed: StatusFeed = app.state.feed
         self._drain: Drain = app.state.drain
         self._spans: RequestSpans | None = app.state.spans
@@ -156,7 +156,7 @@ class HttpServer(uvicorn.Server):
         self.has_ended = False
         self.signalled_at = math.inf
         self.engine_error: str | None = None
-        self._session = session
+        self._models = models
         self._announce = announce
         self._drain_s = config.drain_seconds
 
@@ -166,7 +166,7 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second. Returns whether the server ends."""
-        if not self.should_exit and (reason := self._session.health()) is not None:
+        if not self.should_exit and (reason := self._models.health()) is not None:
             self.engine_error, self.should_exit = reason, True
         return await super().on_tick(counter)
 

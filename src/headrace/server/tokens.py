@@ -3,78 +3,94 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.api.anthropic_request import count_answer, read_messages
+from headrace.api.json_body import JsonBody
 from headrace.api.openai_models import (
-    answer_name,
+    DetokenizeCall,
+    TokenizeCall,
     detokenize_answer,
     read_detokenize,
     read_tokenize,
     tokenize_answer,
     tokenizer_info_answer,
 )
+from headrace.api.openai_sampling import Call
 from headrace.config import ServerConfig
 from headrace.server.bookkeeping import UnknownFields
-from headrace.server.connection import while_connected
-from headrace.server.responses import ignored_headers, read_call
+from headrace.server.model_calls import read_json_body, with_model
+from headrace.server.responses import ignored_headers
+from headrace.session.models import Models
 from headrace.session.session import Session
+from headrace.types.chat import ChatRequest
+from headrace.types.model import ModelTraits
 
-Parsed = TypeVar("Parsed")
+Asked = TypeVar("Asked", TokenizeCall, DetokenizeCall, Call[ChatRequest])
 
 
 class TokenRoutes:
-    """Tokenizes and detokenizes with the model's tokenizer and template."""
+    """Tokenizes and detokenizes with a model's tokenizer and template."""
 
-    def __init__(self, session: Session, config: ServerConfig, names: tuple[str, ...], ignored: UnknownFields) -> None:
-        self._session = session
+    def __init__(self, models: Models, config: ServerConfig, ignored: UnknownFields) -> None:
+        self._models = models
         self._config = config
-        self._names = names
         self._ignored = ignored
 
     async def tokenize(self, request: Request) -> Response:
-        call = await self._read(request, read_tokenize)
-        self._check(call.model, call.ignored)
-        if isinstance(call.prompt, str):
-            work = self._session.tokenize(call.prompt, adds_special_tokens=call.adds_special_tokens)
-        else:
-            work = self._session.tokenize_chat(call.prompt)
-        token_ids = await while_connected(request.receive, work)
-        answer = tokenize_answer(token_ids, self._session.model.max_model_len)
-        # The standard library takes seconds to encode a long text.
-        body = await asyncio.to_thread(to_json, answer)
-        return Response(body, media_type="application/json", headers=ignored_headers(call.ignored))
+        async def work(session: Session, call: TokenizeCall) -> Mapping[str, Any]:
+            if isinstance(call.prompt, str):
+                token_ids = await session.tokenize(call.prompt, adds_special_tokens=call.adds_special_tokens)
+            else:
+                token_ids = await session.tokenize_chat(call.prompt)
+            return tokenize_answer(token_ids, session.model.max_model_len)
+
+        return await self._answer(request, lambda body, traits: read_tokenize(body), work)
 
     async def detokenize(self, request: Request) -> Response:
-        call = await self._read(request, read_detokenize)
-        self._check(call.model, call.ignored)
-        text = await while_connected(request.receive, self._session.detokenize(call.token_ids))
-        return JSONResponse(detokenize_answer(text), headers=ignored_headers(call.ignored))
+        async def work(session: Session, call: DetokenizeCall) -> Mapping[str, Any]:
+            return detokenize_answer(await session.detokenize(call.token_ids))
+
+        return await self._answer(request, lambda body, traits: read_detokenize(body), work)
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info: special tokens and the chat template, for clients that render prompts themselves."""
-        session = self._session
-        answer = tokenizer_info_answer(session.special_tokens, session.chat_template, session.model.max_model_len)
-        return JSONResponse(answer)
+
+        async def info(session: Session) -> Mapping[str, Any]:
+            return tokenizer_info_answer(session.special_tokens, session.chat_template, session.model.max_model_len)
+
+        target = self._models.resolve(request.query_params.get("model"))
+        return JSONResponse(await with_model(request, self._models, target, info))
 
     async def count_message_tokens(self, request: Request) -> Response:
-        # A prompt may be longer than the context.
-        model = replace(self._session.traits, max_model_len=None)
-        call = await self._read(request, partial(read_messages, model=model))
-        self._check(call.model, call.ignored)
-        token_ids = await while_connected(request.receive, self._session.tokenize_chat(call.request))
-        return JSONResponse(count_answer(len(token_ids)), headers=ignored_headers(call.ignored))
+        async def work(session: Session, call: Call[ChatRequest]) -> Mapping[str, Any]:
+            return count_answer(len(await session.tokenize_chat(call.request)))
 
-    async def _read(self, request: Request, read: Callable[[bytes], Parsed]) -> Parsed:
-        return await read_call(request, read, self._config.max_body_bytes)
+        return await self._answer(request, read_messages, work)
 
-    def _check(self, model: str | None, ignored: tuple[str, ...]) -> None:
-        answer_name(model, self._names, strict=self._config.strict_model_name)
+    async def _answer(
+        self,
+        request: Request,
+        read: Callable[[JsonBody, ModelTraits], Asked],
+        work: Callable[[Session, Asked], Awaitable[Mapping[str, Any]]],
+    ) -> Response:
+        body = await read_json_body(request, self._config.max_body_bytes)
+        target = self._models.resolve(body.model)
+
+        async def answer(session: Session) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+            # A prompt may be longer than the context.
+            traits = replace(session.traits, max_model_len=None)
+            call = await body.read(lambda value: read(value, traits))
+            return await work(session, call), call.ignored
+
+        found, ignored = await with_model(request, self._models, target, answer)
         self._ignored.add(ignored)
+        # The standard library takes seconds to encode a long text.
+        data = await asyncio.to_thread(to_json, found)
+        return Response(data, media_type="application/json", headers=ignored_headers(ignored))

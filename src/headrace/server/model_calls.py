@@ -1,0 +1,58 @@
+"""How a route finds the model that a request means, and reads the body as that model needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from headrace.api.json_body import read_object
+from headrace.errors import InvalidRequest
+from headrace.server.bookkeeping import RequestRecord
+from headrace.server.connection import while_connected
+from headrace.server.responses import parse_apart, read_body
+from headrace.session.models import Models, Target
+from headrace.session.session import Session
+
+Result = TypeVar("Result")
+Parsed = TypeVar("Parsed")
+
+
+class Body:
+    """A request's body. value: the JSON object in it. num_bytes: as sent."""
+
+    def __init__(self, value: Mapping[str, Any], num_bytes: int) -> None:
+        self.value = value
+        self._num_bytes = num_bytes
+
+    async def read(self, read: Callable[[Mapping[str, Any]], Parsed]) -> Parsed:
+        """What the body says. Long ones are read in a thread."""
+        return await parse_apart(self._num_bytes, read, self.value)
+
+    @property
+    def model(self) -> str | None:
+        """Raises InvalidRequest for a name that is no text."""
+        name = self.value.get("model")
+        if name is not None and not isinstance(name, str):
+            raise InvalidRequest("model: input should be a string", param="model")
+        return name
+
+
+async def read_json_body(request: Request, max_bytes: int) -> Body:
+    """Raises what `read_body` raises, and InvalidRequest for anything but a JSON object."""
+    data = await read_body(request, max_bytes)
+    return Body(await parse_apart(len(data), read_object, data), len(data))
+
+
+async def with_model(
+    request: Request, models: Models, target: Target, work: Callable[[Session], Awaitable[Result]]
+) -> Result:
+    """The work's result, for routes that answer at once; the model is loaded for it. Raises ClientGone."""
+    record: RequestRecord = request.state.record
+
+    async def run() -> Result:
+        async with models.use(target.entry, record.request_id) as session:
+            return await work(session)
+
+    return await while_connected(request.receive, run())

@@ -1,0 +1,54 @@
+"""GET /v1/models, /props and /version."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from headrace import __version__
+from headrace.api.llama_cpp import props_body
+from headrace.api.openai_models import model_list, one_model
+from headrace.config import ServerConfig
+from headrace.session.models import Models
+
+
+def model_routes(served: Models, config: ServerConfig) -> list[Route]:
+    created = int(time.time())
+
+    async def models(request: Request) -> Response:
+        return JSONResponse(model_list(_listed(served), created, config.owned_by))
+
+    async def model(request: Request) -> Response:
+        return JSONResponse(one_model(request.path_params["name"], _listed(served), created, config.owned_by))
+
+    async def props(request: Request) -> Response:
+        target = served.resolve(request.query_params.get("model"))
+        session = target.entry.session
+        body = props_body(
+            session.model,
+            session.traits.defaults,
+            session.special_tokens,
+            session.chat_template,
+            alias=target.name,
+            max_num_seqs=(await session.status()).max_num_seqs,
+            version=__version__,
+        )
+        return JSONResponse(body)
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    return [
+        Route("/v1/models", models),
+        # Names may be hub ids, which contain a slash.
+        Route("/v1/models/{name:path}", model),
+        Route("/props", props),
+        Route("/version", version),
+    ]
+
+
+def _listed(models: Models) -> dict[str, int]:
+    return {name: entry.session.model.max_model_len for entry in models.entries for name in entry.names}
