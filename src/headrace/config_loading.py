@@ -95,6 +95,15 @@ def load_config(
     return Config(model=model, **built)
 
 
+def parse_with_knobs(parser: Parser, words: Sequence[str], *names: str) -> argparse.Namespace:
+    """What a command without a configuration is given, and some knobs, of flags or the environment."""
+    knobs = [each for each in all_knobs() if each.name in names]
+    for each in knobs:
+        each.add_to(parser)
+    given = vars(parser.parse_args(list(words)))
+    return argparse.Namespace(**given | {each.name: each.value(given, os.environ) for each in knobs})
+
+
 def _refuse_idle(
     members: Sequence[Knob], values: Mapping[str, Any], given: Mapping[str, Any], environ: Mapping[str, str]
 ) -> None:

@@ -14,7 +14,9 @@ from fake_hub import fake_hub
 
 from headrace.backend.device import Device, available_memory_bytes
 from headrace.cli import doctor
-from headrace.cli.doctor import Resources, fit, resources
+from headrace.cli import fit as fit_module
+from headrace.cli.doctor import Resources, resources
+from headrace.cli.fit import fit
 from headrace.cli.main import main
 from headrace.engine.memory import CONTEXT_STEP
 from headrace.models.built_in import MINIATURE
@@ -72,7 +74,7 @@ def test_weights_that_a_cpu_widens_count_as_wide() -> None:
 
 
 def test_what_is_still_to_be_fetched_must_fit_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=7 * GB))
+    monkeypatch.setattr(fit_module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=7 * GB))
     enough, little = (fit(preview(5 * GB, missing), GPU, 0.5, "auto") for missing in (5 * GB, 8 * GB))
     assert enough.fits
     assert "to fetch: 5.00 GB; 7.00 GB of disk are free" in list(enough.lines())[-1]

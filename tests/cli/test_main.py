@@ -16,7 +16,8 @@ from fakes import FakeEngine, describe, fake_session
 import headrace
 from headrace.backend.device import Device
 from headrace.cli import chat, doctor, serve
-from headrace.cli.doctor import Fit, Resources
+from headrace.cli.doctor import Resources
+from headrace.cli.fit import Fit
 from headrace.cli.main import main
 from headrace.config import Config
 from headrace.errors import ModelError

@@ -108,9 +108,9 @@ def test_a_dead_engine_ends_the_watch_and_a_live_one_is_asked_until_it_is_cancel
     asyncio.run(scenario())
 
 
-def test_downloads_that_show_themselves_are_left_alone(tmp_path: Path) -> None:
-    assert preparing_text(Config("smollm2"))(3.2) == "preparing smollm2: 3 s"
-    assert preparing_text(Config("owner/name"))(3.2) == ""
+def test_preparing_shows_its_seconds(tmp_path: Path) -> None:
+    for name in ("smollm2", "owner/name"):
+        assert preparing_text(Config(name))(3.2) == f"preparing {name}: 3 s"
     assert preparing_text(Config(str(tmp_path)))(3.2) == f"preparing {tmp_path}: 3 s"
 
 

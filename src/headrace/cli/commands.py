@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.launch_arguments import parse_launch
+from headrace.cli.model_arguments import parse_list, parse_pull, parse_remove, parse_show
 from headrace.cli.service_arguments import parse_install
 from headrace.config_loading import Parser, load_config, with_suggestion
 from headrace.errors import ConfigError
@@ -155,6 +156,10 @@ COMMANDS: Mapping[str, Command | Group] = {
     "doctor": Command(
         "headrace.cli.doctor", "say what this machine can do, and how a model would run on it", _parse_doctor
     ),
+    "pull": Command("headrace.cli.pull", "fetch models, after saying what that takes", parse_pull),
+    "list": Command("headrace.cli.local_models", "list the models on this machine", parse_list, "run_list"),
+    "show": Command("headrace.cli.show", "say what a model is and how it would be served", parse_show),
+    "remove": Command("headrace.cli.local_models", "delete models from the caches", parse_remove, "run_remove"),
     "service": _SERVICE,
     "mtp": _MTP,
     # Its module is light, and parses its own arguments.

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from huggingface_hub.constants import HF_HUB_CACHE
 
 from headrace.backend.device import Device, available_memory_bytes, current
 from headrace.backend.doctor import compiler, machine_report
 from headrace.cli.configured import configured_text_pipeline, without_missing_vision
 from headrace.cli.doctor_report import write_report
+from headrace.cli.fit import existing, fit, gb
 from headrace.cli.installed import backends_advice, installed_backends, vision_advice
 from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
-from headrace.engine.memory import DEFAULT_CONTEXT, fitting_context
 from headrace.engine.prepare import preview
-from headrace.models.preview import Preview, foresee
 from headrace.session.session import Session
 
 _LOW_DISK_BYTES = 5_000_000_000
@@ -40,8 +37,8 @@ class Resources:
 
     def lines(self) -> Iterator[str]:
         if self.free_memory_bytes is not None:
-            yield f"memory: {_gb(self.free_memory_bytes)} free"
-        yield f"disk: {_gb(self.free_disk_bytes)} free in {self.cache_folder}"
+            yield f"memory: {gb(self.free_memory_bytes)} free"
+        yield f"disk: {gb(self.free_disk_bytes)} free in {self.cache_folder}"
 
     def advice(self) -> Iterator[str]:
         if self.device.kind == "cpu" and compiler() is None:
@@ -56,83 +53,15 @@ class Resources:
         if (advice := vision_advice()) is not None:
             yield f"{advice} adds what images and videos need"
         if self.free_memory_bytes is not None and self.free_memory_bytes < _LOW_MEMORY_BYTES:
-            yield f"end other programs: {_gb(self.free_memory_bytes)} of memory are little"
+            yield f"end other programs: {gb(self.free_memory_bytes)} of memory are little"
         if self.free_disk_bytes < _LOW_DISK_BYTES:
             yield f"free space on the disk of {self.cache_folder}: models have gigabytes"
 
 
 def resources(device: Device, cache_folder: Path) -> Resources:
     """cache_folder: may not exist yet."""
-    free_disk_bytes = shutil.disk_usage(_existing(cache_folder)).free
+    free_disk_bytes = shutil.disk_usage(existing(cache_folder)).free
     return Resources(device, available_memory_bytes(), free_disk_bytes, cache_folder, os.getloadavg()[0])
-
-
-def _existing(folder: Path) -> Path:
-    return next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """How a model's files and states compare with the memory that may be used, before anything is loaded.
-
-    held_bytes: of the weights once loaded. state_bytes: of one request by its tokens; None if the configuration doesn't
-    tell. own_context: the longest that the model was made for, in tokens. missing_bytes: of files still to be fetched,
-    where free_disk_bytes are free.
-    """
-
-    weights_bytes: int
-    held_bytes: int
-    usable_bytes: int
-    state_bytes: Callable[[int], int] | None
-    own_context: int
-    missing_bytes: int
-    free_disk_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        return self.held_bytes < self.usable_bytes and self.missing_bytes < self.free_disk_bytes
-
-    def lines(self) -> Iterator[str]:
-        """For a model that does not fit, with what to do."""
-        weights = f"{_gb(self.weights_bytes)} of weights"
-        if self.held_bytes != self.weights_bytes:
-            weights += f" ({_gb(self.held_bytes)} in float32)"
-        usable = f"{_gb(self.usable_bytes)} of memory may be used"
-        if self.held_bytes >= self.usable_bytes:
-            yield f"does not fit: {weights}, {usable}"
-            yield "take a model in fewer bits, a smaller one, or a larger --gpu-memory-utilization"
-            return
-        yield f"fits: {weights}, {usable}"
-        if self.state_bytes is not None:
-            left = self.usable_bytes - self.held_bytes
-            context = fitting_context(left, self.state_bytes, self.own_context)
-            share = "the model's full context" if context == self.own_context else f"the model's is {self.own_context}"
-            each = self.state_bytes(context)
-            yield f"context: {context} tokens, {share}; {left // each} such requests at a time, {_gb(each)} each"
-        if self.missing_bytes:
-            yield f"to fetch: {_gb(self.missing_bytes)}; {_gb(self.free_disk_bytes)} of disk are free in {HF_HUB_CACHE}"
-            if not self.fits:
-                yield "does not fit on the disk: free space there, or name another folder with HF_HOME"
-
-
-def fit(found: Preview, device: Device, utilization: float | None, dtype: str) -> Fit:
-    """dtype: as in `ModelConfig.dtype`."""
-    # Keys and values have the activations' precision, float32 on a CPU.
-    foreseen = foresee(found.files.config, 4 if device.kind == "cpu" else 2, has_fine_slots=device.kind == "metal")
-    stored = found.weights_bytes
-    return Fit(
-        stored,
-        stored if foreseen is None else foreseen.held_bytes(stored, dtype, device),
-        int(device.memory_bytes * device.share(utilization)),
-        None if foreseen is None else foreseen.cost.num_bytes,
-        found.files.context_length or DEFAULT_CONTEXT,
-        found.missing_bytes,
-        shutil.disk_usage(_existing(Path(HF_HUB_CACHE))).free,
-    )
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
 
 
 _UNUSABLE = 1

@@ -1,4 +1,4 @@
-"""`headrace serve | launch | chat | status | doctor | service | mtp | bench`: runs a command; errors are one line."""
+"""The `headrace` command: runs what `commands.py` lists; errors are one line."""
 
 from __future__ import annotations
 

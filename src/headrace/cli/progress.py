@@ -7,9 +7,9 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from headrace.backend.device import memory_in_use
+from headrace.cli.download_progress import downloading_text
 from headrace.cli.progress_line import ProgressLine
 from headrace.config import Config
 from headrace.engine.prepare import held_weights_bytes
@@ -69,12 +69,8 @@ class PromptProgress:
 
 
 def preparing_text(config: Config) -> Callable[[float], str]:
-    """What a Waiting shows while a model's files are fetched and its tokenizer is read.
-
-    Nothing for Hugging Face ids: that library shows its downloads itself.
-    """
-    is_hub_id = "/" in config.model and not Path(config.model).expanduser().is_dir()
-    return lambda seconds: "" if is_hub_id else f"preparing {config.model}: {seconds:.0f} s"
+    """What a Waiting shows while a model's files are fetched and its tokenizer is read."""
+    return lambda seconds: downloading_text() or f"preparing {config.model}: {seconds:.0f} s"
 
 
 def loading_text(config: Config) -> Callable[[float], str]:

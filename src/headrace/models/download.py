@@ -7,8 +7,10 @@ these go on from `blobs/SHA256.incomplete`, as in its earlier versions.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,23 @@ _MOST_AT_ONCE = 4
 """Large files that are fetched at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A repository that is being fetched. began: by the monotonic clock, with begun_bytes here already."""
+
+    repository: Repository
+    began: float
+    begun_bytes: int
+
+
+_under_way: list[Download] = []
+
+
+def downloads() -> Sequence[Download]:
+    """Those that this process has under way."""
+    return tuple(_under_way)
+
+
 def fetch_small(repository: Repository) -> Path:
     """Fetch all but the weights. Returns the snapshot's folder, whose branch is not moved to it yet."""
     names = [file.name for file in repository.files if not file.name.endswith(".safetensors")]
@@ -37,7 +56,18 @@ def fetch(repository: Repository) -> Path:
     A file gets its place in the snapshot when it is whole, weights after all others.
     """
     hold(cache_of(repository.name))
-    fetch_small(repository)
+    download = Download(repository, time.monotonic(), repository.fetched_bytes)
+    _under_way.append(download)
+    try:
+        fetch_small(repository)
+        _fetch_weights(repository)
+        _, revision = split_revision(repository.name)
+        return _snapshot(repository, revision, [file.name for file in repository.files])
+    finally:
+        _under_way.remove(download)
+
+
+def _fetch_weights(repository: Repository) -> None:
     large = [
         each for each in repository.missing if each.is_large and each.num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE
     ]
@@ -53,8 +83,6 @@ def fetch(repository: Repository) -> Path:
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    _, revision = split_revision(repository.name)
-    return _snapshot(repository, revision, [file.name for file in repository.files])
 
 
 class _NoBar(tqdm):

@@ -5,24 +5,27 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _held: dict[Path, int] = {}
 
 
 def hold(folder: Path) -> None:
-    """Mark a folder as in use until this process ends, so that `is_in_use` is true elsewhere."""
+    """Mark a folder as in use until this process ends, so that it is not `unused` elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder not in _held:
         _held[folder] = os.open(folder, os.O_RDONLY)
         _lock(_held[folder], fcntl.LOCK_SH)
 
 
-def is_in_use(folder: Path) -> bool:
-    """Whether a running Headrace serves or fetches the model of a folder."""
+@contextmanager
+def unused(folder: Path) -> Iterator[bool]:
+    """Whether no other Headrace serves or fetches the model of a folder; within the block none begins to."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        return not _lock(descriptor, fcntl.LOCK_EX)
+        yield _lock(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
 

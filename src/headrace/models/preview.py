@@ -16,7 +16,15 @@ from mlx_lm.utils import _get_classes
 from headrace.backend.device import Device
 from headrace.errors import ModelError
 from headrace.models.hub import Repository, find, hub_errors
-from headrace.models.source import ModelFiles, foreign_errors, read_files, read_small_files
+from headrace.models.levels import choose_levels
+from headrace.models.source import (
+    ModelFiles,
+    foreign_errors,
+    loaded_bytes,
+    read_files,
+    read_small_files,
+    weights_bytes,
+)
 from headrace.models.weights import MEMORY_SHARE, num_parameters
 from headrace.state.layer import LayerCost
 from headrace.state.sequence import StateCost
@@ -33,34 +41,33 @@ class Preview:
 
 def preview_folder(files: ModelFiles) -> Preview:
     """Of a model that is on this machine."""
-    return Preview(files, _loaded_bytes(_sizes_in(files.directory)))
+    return Preview(files, weights_bytes(files.directory))
 
 
 def preview_on_hub(name: str) -> Preview:
     """Of a Hugging Face repository, of which only the small files are fetched. Raises ModelError."""
     with hub_errors(name):
         found = find(name)
-        if not isinstance(found, Repository):
-            return preview_folder(read_files(name, found))
-        files = read_small_files(found)
-    sizes = {file.name: file.num_bytes for file in found.files}
-    return Preview(files, _loaded_bytes(sizes), found.num_bytes - found.fetched_bytes)
+        return preview_folder(read_files(name, found)) if isinstance(found, Path) else preview_repository(found)
 
 
-def _sizes_in(folder: Path) -> dict[str, int]:
-    return {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
-
-
-def _loaded_bytes(sizes: Mapping[str, int]) -> int:
-    return sum(size for name, size in sizes.items() if name.startswith("model") and name.endswith(".safetensors"))
+def preview_repository(repository: Repository) -> Preview:
+    """Raises ModelError and the hub's errors."""
+    files = read_small_files(repository)
+    sizes = {file.name: file.num_bytes for file in repository.files}
+    return Preview(files, loaded_bytes(sizes), repository.num_bytes - repository.fetched_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """num_parameters: of the text model. cost: of a sequence's state, with numbers of `item_bytes`."""
+    """num_parameters: of the text model. cost: of a sequence's state, with numbers of `item_bytes`.
+
+    layers: classes of mixers, each with how it will take part in packed steps.
+    """
 
     num_parameters: int
     cost: StateCost
+    layers: Mapping[str, str]
 
     def held_bytes(self, stored_bytes: int, dtype: str, here: Device) -> int:
         """Memory that weights will take, `dtype` as in `ModelConfig.dtype`: see `weights.hold`."""
@@ -83,9 +90,10 @@ def foresee(config: Mapping[str, Any], item_bytes: int, *, has_fine_slots: bool 
             model(mx.array([[0]]), cache=caches)
             costs = tuple(_cost(one, item_bytes) for cache in caches for one in _parts(cache))
             cost = StateCost(costs, has_fine_slots)
+            layers = {each.__name__: level.value for each, level in choose_levels(model).items()}
     except ModelError:
         return None
-    return Foreseen(num_parameters(model), cost)
+    return Foreseen(num_parameters(model), cost, layers)
 
 
 def _parts(cache: Any) -> Iterator[Any]:

@@ -98,6 +98,15 @@ def read_small_files(repository: Repository) -> ModelFiles:
     return read_files(repository.name, fetch_small(repository))
 
 
+def weights_bytes(folder: Path) -> int:
+    return loaded_bytes({file.name: file.stat().st_size for file in folder.glob("*.safetensors")})
+
+
+def loaded_bytes(sizes: Mapping[str, int]) -> int:
+    """Bytes of the files that mlx-lm loads, of all in a folder."""
+    return sum(size for name, size in sizes.items() if name.startswith("model") and name.endswith(".safetensors"))
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name can only mean a Hugging Face repository."""
     path = Path(name).expanduser()
