@@ -86,7 +86,7 @@ def _ago(seconds: float) -> str:
 
 
 def run_remove(given: argparse.Namespace) -> None:
-    """Delete models after a question. Raises ConfigError where no one can be asked, and ModelError."""
+    """Delete models after a question. Raises ConfigError if input is no terminal, and ModelError."""
     removals = []
     for name in given.models:
         with hub_errors(name):
