@@ -43,6 +43,11 @@ class ModelConfig:
         "only mlx-vlm supports runs whole, a row at a time, with auto; with off its text part runs in packed steps",
         choices=("auto", "off"),
     )
+    adapter: tuple[str, ...] = knob(
+        (),
+        "LoRA or DoRA adapter, of mlx-lm or PEFT, that is served as a model of that name, repeatable",
+        metavar="NAME=FOLDER",
+    )
     self_check: bool = knob(True, "compare the packed model with the untouched one before serving")
     model_folder: str = knob("~/.cache/headrace", "folder for models that Headrace downloads itself", metavar="FOLDER")
 

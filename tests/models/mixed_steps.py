@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from headrace.models.lora import BASE
 from headrace.models.packed import PackedModel, Row
 from headrace.models.positions import TokenPositions
 from headrace.state.sequence import SequenceState
@@ -17,7 +18,7 @@ class MixedSteps:
     """Brings rows of known token ids through steps of random shape.
 
     Each step takes some rows, and of each a chunk of one to nine tokens: some certain, some kept, and the rest
-    replaced by junk that is rolled back. positions: of each row, None for those without.
+    replaced by junk that is rolled back. positions: of each row, None for those without. adapters: each row's slot.
     """
 
     model: PackedModel
@@ -25,6 +26,7 @@ class MixedSteps:
     vocab_size: int
     seed: int = 0
     positions: Sequence[TokenPositions | None] = ()
+    adapters: Sequence[int] = ()
 
     def run(self) -> list[mx.array]:
         """Logits `[n, vocab_size]` of every token of each row."""
@@ -49,7 +51,9 @@ class MixedSteps:
             junk = random.integers(0, self.vocab_size, num_window - num_kept).tolist()
             state.begin(num_window, num_certain)
             positions = self.positions[number] if self.positions else None
-            rows.append(Row(state, [*ids[state.length : state.length + num_kept], *junk], positions=positions))
+            adapter = self.adapters[number] if self.adapters else BASE
+            token_ids = [*ids[state.length : state.length + num_kept], *junk]
+            rows.append(Row(state, token_ids, positions=positions, adapter=adapter))
             picks += range(num_tokens, num_tokens + num_kept)
             kept.append((number, num_kept))
             num_tokens += num_window

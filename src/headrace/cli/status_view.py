@@ -189,6 +189,8 @@ def _memory(memory: Body) -> str:
     shown = ", ".join(f"{_MEMORY[name]} {_size(number)}" for name, number in used.items() if number)
     parts = f"; {shown}" if shown else ""
     weights = _size(memory["weights_bytes"])
+    if adapters := memory.get("adapters_bytes"):
+        weights += f", adapters {_size(adapters)}"
     return f"{bar} {_size(sum(used.values()))} of {_size(budget)}, weights {weights}{parts}"
 
 

@@ -17,11 +17,13 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import mlx.core as mx
 
 from headrace.config import Config
+from headrace.engine.adapters import DropAdapter, LoadAdapter
 from headrace.engine.delivery import Item, OutputQueue
 from headrace.engine.loop import Abort, ClearCache, Command, Inspect, Stop, Submit
 from headrace.engine.prepare import prepare
@@ -29,6 +31,7 @@ from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.isolation import errors_as
+from headrace.models.lora_files import read_adapter
 from headrace.models.picture_processor import PictureProcessor, load_picture_processor
 from headrace.types.events import FinishReason, TokenOutput
 from headrace.types.model import ModelDescription
@@ -204,6 +207,19 @@ class Engine:
     async def clear_cache(self) -> int:
         """Drop all entries of the prefix cache that are not in use. Returns the bytes freed. Raises EngineDead."""
         return await self._ask(ClearCache)
+
+    async def load_adapter(self, folder: Path) -> str:
+        """Hold the adapter of a folder for requests, and give its fingerprint. Raises ModelError and EngineDead."""
+        files = await asyncio.to_thread(read_adapter, folder)
+        error = await self._ask(partial(LoadAdapter, files))
+        if error is not None:
+            raise error
+        return files.fingerprint
+
+    async def drop_adapter(self, fingerprint: str) -> None:
+        """Refuse new requests for an adapter, and free it once the running ones have ended. Raises EngineDead."""
+        if (error := await self._ask(partial(DropAdapter, fingerprint))) is not None:
+            raise error
 
     async def _ask(self, command: Callable[[Callable[[Answer], None]], Command]) -> Answer:
         event_loop = asyncio.get_running_loop()

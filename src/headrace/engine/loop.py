@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from headrace.backend import device
 from headrace.backend.gpu_use import gpu_utilization
+from headrace.engine.adapters import DropAdapter, LoadAdapter
 from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
 from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
@@ -77,7 +78,7 @@ class ClearCache:
     reply: Callable[[int], None]
 
 
-Command = Submit | Abort | Inspect | ClearCache | Stop
+Command = Submit | Abort | Inspect | LoadAdapter | DropAdapter | ClearCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,11 @@ class Loop:
         self._disk = parts.disk
         self._features = parts.features
         self._sparse = parts.sparse
+        self._adapters = runner.adapters
         self.warm_up = warm_up
         """Its status may be read in any thread."""
         self._memory = memory
-        self._memory_usage = MemoryUsage(memory.budget_bytes + memory.weights_bytes)
+        self._memory_usage = MemoryUsage(memory.budget_bytes + memory.weights_bytes + self._adapters.num_bytes)
         self._memory_usage.set_usage(Kind.WEIGHTS, memory.weights_bytes)
         self._inbox = inbox
         self._stats = Stats()
@@ -199,6 +201,8 @@ class Loop:
                     command.reply(self._status())
                 elif isinstance(command, ClearCache):
                     command.reply(0)
+                elif isinstance(command, LoadAdapter | DropAdapter):
+                    command.reply(error)
         finally:
             # also if the device has failed, so that there is no status
             self._hand_over([(outputs, error) for outputs in queues])
@@ -232,17 +236,22 @@ class Loop:
     def _free(self) -> None:
         """Free the rows of ended sequences. Their entries in the prefix cache may take the memory that states leave."""
         self._runner.free(self._scheduler.released())
+        if num_freed := self._adapters.free_dropped():
+            self._scheduler.give_bytes(num_freed)
         self._scheduler.forget_ended()
         self._disk.hand_over()
         usage = self._memory_usage
         state_bytes = max(self._scheduler.reserved_bytes, self._runner.permanent_bytes)
+        usage.set_usage(Kind.ADAPTERS, self._adapters.num_bytes)
         usage.set_usage(Kind.FEATURES, self._features.num_bytes)
         usage.set_usage(Kind.STATE, state_bytes + self._sparse.reserved_bytes)
         usage.set_usage(Kind.DISK, self._disk.num_bytes)
         usage.set_usage(Kind.RECORDS, self._records_bytes)
         usage.reclaim(0, self._evict)
         # pending writes may take the memory of records, which are evicted for them, but not that of live states
-        self._disk.limit(usage.capacity_bytes - usage.used(Kind.WEIGHTS) - usage.used(Kind.STATE))
+        self._disk.limit(
+            usage.capacity_bytes - usage.used(Kind.WEIGHTS) - usage.used(Kind.ADAPTERS) - usage.used(Kind.STATE)
+        )
 
     def _evict(self, num_bytes: int) -> int:
         # the draft model's records are cheaper to compute again
@@ -269,6 +278,8 @@ class Loop:
                 reply(self._status())
             case ClearCache(reply):
                 reply(self._clear_cache())
+            case LoadAdapter() | DropAdapter():
+                self._adapters.execute(command, self._reserve)
             case Stop():
                 self._is_stopping = True
 
@@ -276,13 +287,22 @@ class Loop:
         media_bytes = self._features.evict(self._features.num_bytes)
         return self._prefixes.clear() + media_bytes + self._sparse.clear()
 
+    def _reserve(self, num_bytes: int) -> bool:
+        """Take bytes from sequences for good; cached records make room for them. False if sequences need them."""
+        if not self._scheduler.take_bytes(num_bytes):
+            return False
+        self._memory_usage.reclaim(num_bytes, self._evict)
+        return True
+
     def _submit(self, command: Submit) -> None:
         request = command.request
         try:
+            self._adapters.check(request)
             self._scheduler.add(request, command.now)
         except HeadraceError as error:
             self._hand_over([(command.outputs, error)])
             return
+        self._adapters.begin(request)
         self._queues[request.request_id] = command.outputs
         if request.priority < IDLE_PRIORITY:
             # preparing a finished turn is not a client's request; Stats skips ids that were not submitted
@@ -301,8 +321,9 @@ class Loop:
             command.reply(is_known)
 
     def _status(self) -> EngineStatus:
+        adapters_bytes = self._adapters.num_bytes
         memory = MemoryStatus(
-            budget_bytes=self._memory.budget_bytes,
+            budget_bytes=self._memory_usage.capacity_bytes - self._memory.weights_bytes - adapters_bytes,
             weights_bytes=self._memory.weights_bytes,
             reserved_bytes=self._scheduler.reserved_bytes + self._sparse.reserved_bytes,
             state_bytes=self._runner.state_bytes + self._sparse.state_bytes,
@@ -310,6 +331,7 @@ class Loop:
             records_bytes=self._records_bytes,
             disk_bytes=self._disk.num_bytes,
             features_bytes=self._features.num_bytes,
+            adapters_bytes=adapters_bytes,
             device_bytes=mx.get_active_memory(),
             buffers_bytes=mx.get_cache_memory(),
             capacity_tokens=self._scheduler.capacity_tokens,
@@ -351,6 +373,7 @@ class Loop:
         if reason is not None:
             self._stats.ended(request_id, reason, time.monotonic())
         del self._queues[request_id]
+        self._adapters.end(request_id)
 
 
 def _device_status() -> DeviceStatus:

@@ -193,7 +193,7 @@ class PrefixPool(PrefixCache):
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
         """Find and lock the cached part of the prompt; at least one token is left to compute."""
-        namespace = Namespace(self._weights, salt=request.cache_salt)
+        namespace = Namespace(self._weights, request.adapter or "", request.cache_salt)
         media = request.media.inputs if request.media is not None else ()
         key = cache_key(request.prompt, [MediaKey(each.start, each.end, each.digest) for each in media])
         # log-probabilities of prompt tokens need every token's logits

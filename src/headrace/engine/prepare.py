@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from headrace.backend.device import Device
 from headrace.backend.mac import wire
 from headrace.config import Config
 from headrace.config_loading import set_up_libraries, with_suggestion
+from headrace.engine.adapters import load_adapters
 from headrace.engine.disk_cache import DiskLoader, open_disk_tier
 from headrace.engine.drafting import prepare_drafting
 from headrace.engine.features import FeatureCache
@@ -41,7 +42,7 @@ from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.stages import Stage
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import StateCost
-from headrace.types.model import ModelDescription
+from headrace.types.model import AdapterDescription, ModelDescription
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ def prepare(
     drafting = prepare_drafting(as_held, files, loaded, here)
     found = _find_tower(config, files, loaded, here)
     draft = _find_draft(config, files, loaded, here)
-    weights_bytes = mx.get_active_memory()
+    adapters, named_adapters = load_adapters(config.models.adapter, loaded)
+    weights_bytes = mx.get_active_memory() - adapters.num_bytes
     wired = () if here.mac is None else (wire(here.mac, knobs.wired, weights_bytes),)
     budget_bytes = state_budget(here.memory_bytes, here.share(knobs.gpu_memory_utilization))
     sample = sample_state(loaded.packed, drafting.head)
@@ -89,6 +91,7 @@ def prepare(
         *_device_lines(here, products),
         *wired,
         *loaded.report,
+        *_adapter_lines(named_adapters, adapters.num_bytes),
         _context_line(max_model_len, cost.num_bytes(max_model_len), memory),
         *drafting.report,
         *(() if found is None else (found[1],)),
@@ -109,10 +112,13 @@ def prepare(
     report = (*report, *warm_up.report)
     packed, end, speculator = loaded.packed, loaded.tokens.end, drafting.speculator
     runner = Runner(
-        packed, end, parts.prefixes, constraints, speculator, parts.features, pool=states, ahead=packed.launches_ahead
+        *(packed, end, parts.prefixes, constraints, speculator, parts.features, adapters),
+        pool=states,
+        ahead=packed.launches_ahead,
     )
     loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
     description = _describe(files, loaded, max_model_len, report, takes_media=tower is not None)
+    description = replace(description, adapters=named_adapters)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
 
 
@@ -122,6 +128,12 @@ def _device_lines(here: Device, products: blas.BlasReport) -> tuple[str, ...]:
         *(() if here.mac is None else here.mac.lines()),
         f"BLAS: {products.name} ({products.reason})",
     )
+
+
+def _adapter_lines(adapters: Sequence[AdapterDescription], num_bytes: int) -> tuple[str, ...]:
+    if not adapters:
+        return ()
+    return (f"adapters: {', '.join(each.name for each in adapters)}, {num_bytes / 1e6:.1f} MB",)
 
 
 def _context_line(num_tokens: int, state_bytes: int, memory: MemoryBudget) -> str:

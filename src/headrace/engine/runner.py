@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.backend import device
+from headrace.engine.adapters import AdapterPool
 from headrace.engine.drafting import StepReports
 from headrace.engine.draws import Draws
 from headrace.engine.features import Features
@@ -48,6 +49,7 @@ class Runner:
         constraints: ConstraintFactory | None = None,
         speculator: Speculator | None = None,
         features: Features | None = None,
+        adapters: AdapterPool | None = None,
         *,
         pool: StatePool | None = None,
         records_queries: bool = False,
@@ -57,6 +59,7 @@ class Runner:
 
         speculator: None without drafting.
         features: None for a text model.
+        adapters: None for none.
         pool: where states are kept; None for a new one.
         records_queries: see `recorded`.
         ahead: launch steps ahead where possible (async scheduling), see `launch_next`.
@@ -69,6 +72,7 @@ class Runner:
         self._constraints = constraints
         self._speculator = speculator
         self._features = Features() if features is None else features
+        self.adapters = AdapterPool(model.loras) if adapters is None else adapters
         self._records_queries = records_queries
         self._runs_ahead = ahead
         self._pool = StatePool(has_batches=model.kernels.attends_in_batches) if pool is None else pool
@@ -217,6 +221,7 @@ class Runner:
             drafted,
             None if request.selected is None else TokenPositions(np.array(request.selected.positions, np.int32)),
             QueryRecorder() if self._records_queries else None,
+            self.adapters.slot(request),
         )
 
     def _constraint(self, request: GenerationRequest) -> Constraint | None:

@@ -12,6 +12,7 @@ from headrace.engine.draws import Drawn, LogitPosition, PromptLogprobs
 from headrace.engine.features import LiveMedia
 from headrace.errors import GenerationFailed, GrammarFailed
 from headrace.grammar.constraint import Constraint, Mask
+from headrace.models.lora import BASE
 from headrace.models.media import RowMedia, entry_at
 from headrace.models.packed import Row
 from headrace.models.positions import TokenPositions
@@ -44,6 +45,7 @@ class LiveSequence:
     drafted: None without drafting.
     positions: of the tokens, in sparse prefill.
     recorder: records queries for scoring the prompt.
+    adapter: see `Row`.
     """
 
     state: SequenceState
@@ -56,6 +58,7 @@ class LiveSequence:
     drafted: DraftState | None = None
     positions: TokenPositions | None = None
     recorder: QueryRecorder | None = None
+    adapter: int = BASE
     ahead: Ahead | None = None
     """If set, the state has computed all known tokens, else all but the last."""
     is_sound: bool = True
@@ -158,7 +161,7 @@ class Window:
             return None
         start = self.chunk.start + self.num_tokens
         media = None if live.media is None else live.media.row(start, start + 1)
-        return Row(live.state, (0,), media, live.positions)
+        return Row(live.state, (0,), media, live.positions, adapter=live.adapter)
 
     @property
     def num_drafts(self) -> int:
@@ -175,7 +178,8 @@ class Window:
         # a chunk inside a prompt has no token whose queries are wanted
         recorder = self.live.recorder if self.chunk.samples else None
         are_known = not self.num_drafts or self.draft_ids is not None
-        return Row(self.live.state, token_ids, self.media, self.live.positions, recorder, are_known)
+        live = self.live
+        return Row(live.state, token_ids, self.media, live.positions, recorder, are_known, live.adapter)
 
     @property
     def _draft_placeholders(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +12,7 @@ import mlx.nn as nn
 from headrace.backend.cuda import matmul
 from headrace.backend.cuda.matmul import Weights
 from headrace.backend.cuda.row_kernels import swiglu
+from headrace.models.lora import LoraModule
 
 Product = Callable[[mx.array], mx.array]
 
@@ -32,6 +33,7 @@ class FusedLinear:
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = list(parts)
         products = [_product(list(run)) for _, run in groupby(parts, _form)]
         self._products = [product for product, _ in products]
         self._own = products[0][1] if len(products) == 1 else None
@@ -40,15 +42,35 @@ class FusedLinear:
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x: `[…, input width]`; residual: what is added to the output, of the same shape."""
+        if self.has_adapters:
+            found = self._with_adapters(x, self._joined(x))
+            return found if residual is None else residual + found
         if self._own is not None:
             return matmul.product(x, self._own, residual)
-        outputs = [product(x) for product in self._products]
-        found = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+        found = self._joined(x)
         return found if residual is None else residual + found
+
+    def _joined(self, x: mx.array) -> mx.array:
+        outputs = [product(x) for product in self._products]
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters change some of the parts in the current step."""
+        return any(isinstance(part, LoraModule) for part in self._parts)
+
+    def _with_adapters(self, x: mx.array, found: mx.array) -> mx.array:
+        ends = list(accumulate(part.weight.shape[0] for part in self._parts))
+        pieces = mx.split(found, ends[:-1], axis=-1) if len(ends) > 1 else [found]
+        changed = [
+            part.change(x, piece) if isinstance(part, LoraModule) else piece
+            for part, piece in zip(self._parts, pieces, strict=True)
+        ]
+        return changed[0] if len(changed) == 1 else mx.concatenate(changed, axis=-1)
 
     def gated(self, x: mx.array) -> mx.array:
         """silu(gate) · value, where the output is gates and then values."""
-        return swiglu(self(x)) if self._own is None else matmul.gated(x, self._own)
+        return swiglu(self(x)) if self._own is None or self.has_adapters else matmul.gated(x, self._own)
 
 
 def weights_of(part: Any) -> Weights:

@@ -20,6 +20,7 @@ from headrace.models.adapters import views_of
 from headrace.models.compiled import CompiledSteps
 from headrace.models.install import Adapters
 from headrace.models.levels import Level, Levels, positions_refusal, windows_of
+from headrace.models.lora import BASE, Loras
 from headrace.models.media import Deepstack, RowMedia, packed_positions, row_at, step_media
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.rowwise import run_rows
@@ -40,6 +41,7 @@ class Row:
     positions: of the sequence's tokens; None if each one's is its index among the computed ones.
     recorder: records queries of the tokens whose logits are wanted; only for rows without drafts.
     has_known_ids: whether `token_ids` holds even where a step's ids are given on the device.
+    adapter: its slot among `PackedModel.loras`.
     """
 
     state: SequenceState
@@ -48,6 +50,7 @@ class Row:
     positions: TokenPositions | None = None
     recorder: QueryRecorder | None = None
     has_known_ids: bool = False
+    adapter: int = BASE
 
 
 class PackedModel:
@@ -63,6 +66,7 @@ class PackedModel:
         self.positions_refusal = positions_refusal(model, levels)
         """Why rows can't have given positions; None if they can."""
         self._windows = windows_of(model)
+        self.loras = Loras(model)
         self._adapters = Adapters(model, levels, kernels, find_sections(model))
         self._deepstack = Deepstack(model.layers)
         self._is_whole = Level.WHOLE in levels.values()
@@ -99,7 +103,7 @@ class PackedModel:
 
     def graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
         """As `forward`, but not launched as a whole: evaluate the logits before anything else is done with the rows."""
-        if self._compiled is not None:
+        if self._compiled is not None and not _has_adapters(rows):
             are_windows = [_is_window(row) for row in rows]
             if any(are_windows) and not all(are_windows):
                 return self._in_two(rows, are_windows, picks, ids)
@@ -132,6 +136,12 @@ class PackedModel:
 
     def _graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None) -> mx.array:
         step = self._pack(rows, picks)
+        if step.loras is None:
+            return self._graph_of(step, rows, picks, ids)
+        with step.loras.step([(span.adapter, span.num_tokens) for span in step.spans], picks):
+            return self._graph_of(step, rows, picks, ids)
+
+    def _graph_of(self, step: PackedStep, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None) -> mx.array:
         tokens = [token for row in rows for token in row.token_ids]
         tap = self._adapters.tap
         logits = self._compiled_logits(step, rows, tokens if ids is None else ids, picks)
@@ -189,7 +199,11 @@ class PackedModel:
     def _compiled_logits(
         self, step: PackedStep, rows: Sequence[Row], ids: Sequence[int] | mx.array, picks: Sequence[int]
     ) -> mx.array | None:
-        if self._compiled is None or step_media([(len(row.token_ids), row.media) for row in rows]) is not None:
+        if (
+            self._compiled is None
+            or step.loras is not None
+            or step_media([(len(row.token_ids), row.media) for row in rows]) is not None
+        ):
             return None
         tap = self._adapters.tap
         # logits of all tokens of windows: steps with fewer would be further variants
@@ -228,12 +242,15 @@ class PackedModel:
             bidirectional = NO_SPANS if row.media is None else row.media.bidirectional_spans
             spans.append(
                 RowSpan(
-                    state, lo, hi, state.length, state.num_certain, row.positions, row.recorder, picked, bidirectional
+                    *(state, lo, hi, state.length, state.num_certain, row.positions, row.recorder, picked),
+                    bidirectional,
+                    row.adapter,
                 )
             )
             lo = hi
         placed = [(row.state.length, len(row.token_ids), _placed(row)) for row in rows]
-        return PackedStep(tuple(spans), packed_positions(placed), self.kernels)
+        loras = self.loras if _has_adapters(rows) else None
+        return PackedStep(tuple(spans), packed_positions(placed), self.kernels, loras=loras)
 
     def _whole_inputs(self, rows: Sequence[Row], ids: mx.array) -> mx.array:
         """Ids `[1, T]`, or embeddings `[1, T, hidden]` where some stand for media."""
@@ -341,6 +358,10 @@ class PackedModel:
         """Restore the untouched model; this object can't be used afterwards."""
         self._deepstack.restore()
         self._adapters.restore()
+
+
+def _has_adapters(rows: Sequence[Row]) -> bool:
+    return any(row.adapter != BASE for row in rows)
 
 
 def _is_window(row: Row) -> bool:

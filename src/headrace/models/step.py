@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
+from headrace.models.lora import BASE, Loras
 from headrace.models.positions import TokenPositions
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
@@ -93,6 +94,7 @@ class RowSpan:
 
     positions: of all computed tokens of the sequence; None if each one's is its index.
     recorder: records the queries at `picks`, which are packed tokens of this row; None if they aren't needed.
+    adapter: see `Row`.
     """
 
     state: SequenceState
@@ -104,6 +106,7 @@ class RowSpan:
     recorder: QueryRecorder | None = None
     picks: tuple[int, ...] = ()
     bidirectional: BidirectionalSpans = NO_SPANS
+    adapter: int = BASE
 
     @property
     def num_tokens(self) -> int:
@@ -126,6 +129,8 @@ class PackedStep:
     kernels: Kernels
     layer_io: Any = None
     """Of a step that is being compiled, see `LayerIO`: it has no rows then."""
+    loras: Loras | None = None
+    """The model's adapters; None if no row has one."""
     _found: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @cached_property

@@ -238,6 +238,11 @@ def _plain(module: Any) -> nn.Module | None:
     return cast(nn.Module, plain)
 
 
+def dense_weight(module: Any) -> mx.array:
+    """A linear's or embedding's weight in float32, quantised or not."""
+    return _dequantized(module) if "scales" in module else _in_float32(module.weight)
+
+
 def _dequantized(module: Any) -> mx.array:
     """The values of a quantised weight, in float32."""
     mode = getattr(module, "mode", "affine")

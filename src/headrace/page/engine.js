@@ -159,13 +159,13 @@ function memory() {
   const note = h("p", { class: "muted" });
   return [panel("Memory", bar, note), ({ memory: used, device }) => {
     const parts = [
-      ["Weights", 1, used.weights_bytes], ["States of running sequences", 2, used.state_bytes],
+      ["Weights", 1, used.weights_bytes + used.adapters_bytes], ["States of running sequences", 2, used.state_bytes],
       ["Checkpoints of preempted ones", 3, used.preempted_bytes], ["Prefix cache", 4, used.records_bytes],
       ["Image and video embeddings", 5, used.features_bytes], ["On the way to or from disk", 6, used.disk_bytes],
     ];
     const other = Math.max(0, used.device_bytes - sum(parts.map(([, , value]) => value)));
     parts.push(["Computing", 7, other], ["Freed, kept for reuse", 8, used.buffers_bytes]);
-    const limit = used.weights_bytes + used.budget_bytes;
+    const limit = used.weights_bytes + used.adapters_bytes + used.budget_bytes;
     parts.push(["Free", "free", Math.max(0, limit - sum(parts.map(([, , value]) => value)))]);
     update(parts);
     note.textContent = `Limit ${bytes(limit)} of the ${bytes(device.memory_bytes)} of ${device.name}; ${bytes(used.reserved_bytes)} of it reserved for sequences.`;

@@ -16,6 +16,8 @@ class Kind(StrEnum):
     """Records of the prefix cache; they can be evicted."""
     DISK = "disk"
     """On the way to or from the disk."""
+    ADAPTERS = "adapters"
+    """LoRA and DoRA adapters."""
     FEATURES = "features"
     """Embeddings of images and videos."""
 

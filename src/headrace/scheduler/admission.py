@@ -94,6 +94,24 @@ class Admission:
         """Tokens that fit the memory in sequences of the longest context."""
         return self._memory.budget_bytes * self._max_model_len // max(1, self._memory.cost(self._max_model_len))
 
+    def take(self, num_bytes: int, requests: Iterable[GenerationRequest]) -> bool:
+        """Take bytes out of the budget, if sequences and these requests don't need them."""
+        before, rest = self._memory, self._memory.budget_bytes - num_bytes
+        if num_bytes > self._room(None) or before.cost(self._max_model_len) > rest:
+            return False
+        self._memory = replace(before, budget_bytes=rest)
+        try:
+            for request in requests:
+                self._check_bytes(request)
+        except InvalidRequest:
+            self._memory = before
+            return False
+        return True
+
+    def give(self, num_bytes: int) -> None:
+        """Add bytes to the budget."""
+        self._memory = replace(self._memory, budget_bytes=self._memory.budget_bytes + num_bytes)
+
     def has_rows(self, num_rows: int) -> bool:
         return self._num_rows + num_rows <= self.max_num_seqs
 

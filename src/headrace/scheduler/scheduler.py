@@ -102,6 +102,14 @@ class Scheduler:
     def reserved_bytes(self) -> int:
         return self._admission.reserved_bytes
 
+    def take_bytes(self, num_bytes: int) -> bool:
+        """Take bytes out of the memory for sequences. False if requests, or one of a whole context, need them."""
+        return self._admission.take(num_bytes, [live.request for live in self._live.values()])
+
+    def give_bytes(self, num_bytes: int) -> None:
+        """Add bytes to the memory for sequences."""
+        self._admission.give(num_bytes)
+
     @property
     def capacity_tokens(self) -> int:
         return self._admission.capacity_tokens

@@ -78,6 +78,7 @@ class Generations:
             session=options.session,
             priority=options.priority,
             cache_salt=options.cache_salt,
+            adapter=options.adapter,
             max_draft_tokens=options.max_draft_tokens,
             reports_progress=options.reports_progress,
             media=media,

@@ -24,6 +24,7 @@ from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
+from headrace.session.adapters import ServedAdapters
 from headrace.session.chat_prompts import ChatPrompts
 from headrace.session.concurrency import TextWork, interleaved
 from headrace.session.constraint import ChatConstraints
@@ -94,6 +95,7 @@ class Session:
         self._chats = ChatPrompts(
             self._generations, tokenizer, template, family, self._constraints, media, self._scorer, self._text_work
         )
+        self.adapters = ServedAdapters(engine, engine.model.adapters)
         self._idle = IdleTurns(engine, self._chats.render_answered) if prepares_turns else None
 
     @classmethod

@@ -129,6 +129,7 @@ class GenerationOptions:
     session: str = ""
     priority: int = 0
     cache_salt: str = ""
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,14 @@ class TokenIds:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterDescription:
+    """An adapter under a name. fingerprint: what the engine knows it by."""
+
+    name: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelDescription:
     """A loaded model, as data.
 
@@ -42,6 +50,7 @@ class ModelDescription:
     tokens: those that both the tokenizer and the weights have. eos_token_ids: from generation_config, else config.
     takes_media: prompts may hold images and videos.
     sparse_draft: the draft model of sparse prefill; None if it is off.
+    adapters: those loaded at the start.
     report: lines for start-up: device, precision, level of each layer class.
     """
 
@@ -56,6 +65,7 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...]
     takes_media: bool = False
     sparse_draft: str | None = None
+    adapters: tuple[AdapterDescription, ...] = ()
     report: tuple[str, ...] = field(default=())
 
 

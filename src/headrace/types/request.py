@@ -205,6 +205,7 @@ class GenerationRequest:
     session: requests of one session share a turn in the queue.
     priority: lower goes first.
     cache_salt: prompts of different salts share nothing in the prefix cache.
+    adapter: the fingerprint of a loaded adapter; None for the model alone.
     constraint: on each choice's output; None for none.
     max_draft_tokens: draft tokens at once; None for the server's limit. The output is the same.
     reports_progress: while the prompt is computed, outputs say how far it is.
@@ -224,6 +225,7 @@ class GenerationRequest:
     session: str = ""
     priority: int = 0
     cache_salt: str = ""
+    adapter: str | None = None
     constraint: ConstraintSpec | None = None
     max_draft_tokens: int | None = None
     reports_progress: bool = False

@@ -132,6 +132,7 @@ class MemoryStatus:
     features_bytes: Annotated[
         int, Metric("headrace:memory_features_bytes", "Embeddings of images and videos.", "gauge")
     ] = 0
+    adapters_bytes: Annotated[int, Metric("headrace:memory_adapters_bytes", "LoRA and DoRA adapters.", "gauge")] = 0
     capacity_tokens: int = 0
 
     @property

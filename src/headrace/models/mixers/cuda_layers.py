@@ -18,6 +18,7 @@ from headrace.backend.cuda import moe
 from headrace.backend.cuda.row_kernels import sum_norm
 from headrace.models.adapters import Restore, override_forward
 from headrace.models.fused_linear import FusedLinear, can_fuse, weights_of
+from headrace.models.lora import LoraModule
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.parts import mixer_name, mlp_parts
@@ -73,9 +74,14 @@ class CudaMoE(nn.Module):
         self.inner = inner
         self._parts = parts
         self._router = FusedLinear([inner.gate, inner.shared_expert_gate])
+        shared = inner.shared_expert.inner if isinstance(inner.shared_expert, CudaMLP) else inner.shared_expert
+        self._shared = shared.gate_proj, shared.up_proj, shared.down_proj
 
     def __call__(self, x: mx.array, residual: mx.array | None = None, num_tokens: mx.array | None = None) -> mx.array:
         """x: `[1, T, hidden]`; residual: what is added to the output; num_tokens: see `LayerIO`."""
+        if any(isinstance(part, LoraModule) for part in self._shared):
+            found: mx.array = self.inner(x)
+            return found if residual is None else residual + found
         tokens = x.reshape(-1, x.shape[-1])
         return moe.mix(*self._parts, tokens, self._router(tokens), residual, num_tokens).reshape(x.shape)
 

@@ -18,8 +18,9 @@ from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from headrace.models.adapters import RowRope
+from headrace.models.lora import BASE, Loras
 from headrace.models.positions import TokenPositions
-from headrace.models.step import PackedStep
+from headrace.models.step import PackedStep, RowSpan
 from headrace.state.layer import LayerKey
 from headrace.state.module import Feed, ModuleState, token_by_token
 
@@ -51,8 +52,7 @@ class RowwiseMixer(nn.Module):
             if view.step.kernels.goes_token_by_token:
                 feed = partial(token_by_token, feed)
             state = span.state.layer(view.layer, lambda: ModuleState(self._fresh_cache(view.layer)))
-            row = inputs[:, span.lo : span.hi]
-            outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.snapshot_points))
+            outputs.append(_run(view.step, span, state, feed, inputs))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
     def _feed(
@@ -69,6 +69,21 @@ class RowwiseMixer(nn.Module):
             rope.positions = positions
         output: mx.array = self.inner(**{inputs_name: inputs}, cache=cache, **arguments)
         return output
+
+
+def _run(step: PackedStep, span: RowSpan, state: ModuleState, feed: Feed, inputs: mx.array) -> mx.array:
+    """A row's part of the inputs `[1, T, ...]`, with its adapter, also where the state replays it later."""
+    row = inputs[:, span.lo : span.hi]
+    if step.loras is None:
+        return state.run(feed, row, span.num_certain, span.start, span.state.snapshot_points)
+    with step.loras.row(span.adapter):
+        own = feed if span.adapter == BASE else partial(_feed_with, step.loras, span.adapter, feed)
+        return state.run(own, row, span.num_certain, span.start, span.state.snapshot_points)
+
+
+def _feed_with(loras: Loras, adapter: int, feed: Feed, cache: Any, inputs: mx.array) -> mx.array:
+    with loras.row(adapter):
+        return feed(cache, inputs)
 
 
 def _mask(cache: Any, inputs: mx.array) -> Any:
@@ -107,6 +122,5 @@ def run_rows(model: nn.Module, make_caches: Callable[[], list[Any]], step: Packe
     outputs = []
     for span in step.spans:
         state = span.state.layer(WHOLE_MODEL, lambda: ModuleState(make_caches()))
-        row = inputs[:, span.lo : span.hi]
-        outputs.append(state.run(feed, row, span.num_certain, span.start, span.state.snapshot_points)[0])
+        outputs.append(_run(step, span, state, feed, inputs)[0])
     return mx.concatenate(outputs)
