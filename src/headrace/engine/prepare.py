@@ -111,14 +111,10 @@ def prepare(
     warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
     report = (*report, *warm_up.report)
     packed, end, speculator = loaded.packed, loaded.tokens.end, drafting.speculator
-    runner = Runner(
-        *(packed, end, parts.prefixes, constraints, speculator, parts.features, adapters),
-        pool=states,
-        ahead=packed.launches_ahead,
-    )
+    of_runner = packed, end, parts.prefixes, constraints, speculator, parts.features, adapters
+    runner = Runner(*of_runner, pool=states, ahead=packed.launches_ahead)
     loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
-    description = _describe(files, loaded, max_model_len, report, takes_media=tower is not None)
-    description = replace(description, adapters=named_adapters)
+    description = _describe(files, loaded, max_model_len, report, named_adapters, takes_media=tower is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
 
 
@@ -259,7 +255,13 @@ def held_weights_bytes(config: Config) -> int:
 
 
 def _describe(
-    files: ModelFiles, loaded: LoadedModel, max_model_len: int, report: tuple[str, ...], *, takes_media: bool
+    files: ModelFiles,
+    loaded: LoadedModel,
+    max_model_len: int,
+    report: tuple[str, ...],
+    adapters: tuple[AdapterDescription, ...],
+    *,
+    takes_media: bool,
 ) -> ModelDescription:
     return ModelDescription(
         name=files.name,
@@ -273,4 +275,5 @@ def _describe(
         eos_token_ids=files.eos_token_ids,
         report=report,
         takes_media=takes_media,
+        adapters=adapters,
     )

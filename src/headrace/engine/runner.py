@@ -58,8 +58,7 @@ class Runner:
         """prefixes: None without a prefix cache. constraints: None if no request may have a constraint.
 
         speculator: None without drafting.
-        features: None for a text model.
-        adapters: None for none.
+        features: None for a text model. adapters: None for none.
         pool: where states are kept; None for a new one.
         records_queries: see `recorded`.
         ahead: launch steps ahead where possible (async scheduling), see `launch_next`.
