@@ -59,9 +59,14 @@ RULES: dict[str, set[str]] = {
         *("types", "errors", "isolation", "cancellation", "long_work", "config"),
         *("session", "api", "page", "engine", "metrics", "clients"),
     },
+    "replicas": {
+        *("errors", "config", "config_loading", "long_work"),
+        *("api", "metrics", "session", "server"),
+    },
     "bench": {"types", "isolation", "errors"},
     "cli": {
         *("types", "errors", "config", "config_loading", "knobs", "server", "session", "engine", "models", "bench"),
+        "replicas",
         *("backend", "clients"),
     },
     "__main__": {"cli"},

@@ -248,6 +248,28 @@ class DoctorConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicasConfig:
+    """The replicas of `headrace ray serve`."""
+
+    replicas: int = knob(1, "replicas of the server", metavar="N", minimum=1)
+    min_replicas: int | None = knob(
+        None, "fewest replicas if their number follows the load", metavar="N", minimum=1, needs="max_replicas"
+    )
+    max_replicas: int | None = knob(
+        None,
+        "most replicas: Ray adds one when requests wait, and ends it when they don't; automatic: always --replicas",
+        metavar="N",
+        minimum=1,
+    )
+    num_gpus_per_replica: int | None = knob(
+        None, "GPUs of each replica; automatic: 1 where Ray finds any, else 0", metavar="N", minimum=0
+    )
+    ray_address: str | None = knob(
+        None, "Ray cluster to use, like auto or 10.0.0.1:6379; automatic: a new one on this machine", metavar="ADDRESS"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: str = DEFAULT_MODEL
     models: ModelConfig = ModelConfig()
@@ -257,6 +279,7 @@ class Config:
     defaults: DefaultsConfig = DefaultsConfig()
     chat: ChatConfig = ChatConfig()
     doctor: DoctorConfig = DoctorConfig()
+    replicas: ReplicasConfig = ReplicasConfig()
 
 
 SECTIONS: Mapping[str, type] = {
@@ -267,6 +290,7 @@ SECTIONS: Mapping[str, type] = {
     "defaults": DefaultsConfig,
     "chat": ChatConfig,
     "doctor": DoctorConfig,
+    "replicas": ReplicasConfig,
 }
 
 SERVED = ("models", "engine", "server", "media", "defaults")

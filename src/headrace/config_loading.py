@@ -29,12 +29,14 @@ def set_up_libraries() -> None:
     """Set variables that libraries read at their first use, unless the user has set them.
 
     transformers warns that PyTorch is absent, but only its tokenizers are used. tokenizers starts useless threads and
-    warns when such a process forks. MLX's CUDA backend raises once it has seen twice as many graphs as its cache holds,
-    which a server does within a day: https://github.com/ml-explore/mlx/pull/2600.
+    warns when such a process forks. Ray reports statistics of its use to its makers. MLX's CUDA backend raises once it
+    has seen twice as many graphs as its cache holds, which a server does within a day:
+    https://github.com/ml-explore/mlx/pull/2600.
     """
     os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def built_modules(mlx_version: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from headrace.cli.launch_arguments import parse_launch
 from headrace.cli.model_arguments import parse_list, parse_pull, parse_remove, parse_show
 from headrace.cli.service_arguments import parse_install
+from headrace.config import SERVED
 from headrace.config_loading import Parser, load_config, with_suggestion
 from headrace.errors import ConfigError
 
@@ -38,6 +39,15 @@ class Group:
 
 def _parse_serve(words: Sequence[str]) -> Any:
     return load_config(words, program="headrace serve", about="Serve a model over HTTP.")
+
+
+def _parse_ray_serve(words: Sequence[str]) -> Any:
+    return load_config(
+        words,
+        program="headrace ray serve",
+        about="Serve a model by several replicas under Ray Serve. A conversation stays on its replica.",
+        sections=(*SERVED, "replicas"),
+    )
 
 
 def _parse_chat(words: Sequence[str]) -> Any:
@@ -148,6 +158,11 @@ _SERVICE = Group(
     },
 )
 
+_RAY = Group(
+    "serve a model by several replicas, on the GPUs of one host or on several hosts",
+    {"serve": Command("headrace.cli.ray_serve", "[MODEL] [options of serve] [--replicas N]", _parse_ray_serve)},
+)
+
 COMMANDS: Mapping[str, Command | Group] = {
     "serve": Command("headrace.cli.serve", "serve a model over HTTP", _parse_serve),
     "chat": Command("headrace.cli.chat", "chat with a model in the terminal", _parse_chat),
@@ -161,6 +176,7 @@ COMMANDS: Mapping[str, Command | Group] = {
     "show": Command("headrace.cli.show", "say what a model is and how it would be served", parse_show),
     "remove": Command("headrace.cli.local_models", "delete models from the caches", parse_remove, "run_remove"),
     "service": _SERVICE,
+    "ray": _RAY,
     "mtp": _MTP,
     # Its module is light, and parses its own arguments.
     "bench": Command("headrace.cli.bench", "measure a server, alone or beside others", list),

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from headrace.cli.installed import vision_advice
 from headrace.config import Config, DefaultsConfig, MediaConfig
+from headrace.engine.engine import Engine
 from headrace.engine.prepare import model_files
 from headrace.errors import ConfigError
+from headrace.session.session import Session
 from headrace.session.settings import Defaults, model_defaults
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.types.media import MediaLimits, MediaPolicy
@@ -64,4 +66,14 @@ def configured_text_pipeline(config: Config) -> TextPipeline:
         history=config.engine.history,
         system_notes="hoist" if config.engine.system_notes == "hoist" else "stable",
         tool_format=config.models.tool_format,
+    )
+
+
+def configured_session(config: Config, engine: Engine, text: TextPipeline) -> Session:
+    return Session.for_engine(
+        engine,
+        text,
+        prepares_turns=config.engine.prefix_cache == "on",
+        media=(media_policy(config.media), media_limits(config.media)),
+        defaults=server_defaults(config.defaults),
     )

@@ -15,10 +15,8 @@ from typing import Any
 from headrace.backend.device import current
 from headrace.backend.doctor import compiler
 from headrace.cli.configured import (
+    configured_session,
     configured_text_pipeline,
-    media_limits,
-    media_policy,
-    server_defaults,
     without_missing_vision,
 )
 from headrace.cli.progress import loading_text, preparing_text, show_prompts
@@ -122,13 +120,7 @@ def run(config: Config) -> None:
 
 def _serve(config: Config, engine: Engine, text: TextPipeline, listener: socket.socket) -> float:
     """Serve until a signal comes. Returns the seconds left for shutting down."""
-    session = Session.for_engine(
-        engine,
-        text,
-        prepares_turns=config.engine.prefix_cache == "on",
-        media=(media_policy(config.media), media_limits(config.media)),
-        defaults=server_defaults(config.defaults),
-    )
+    session = configured_session(config, engine, text)
     details = (*engine.model.report, *session.notes) if config.server.verbose else ()
     for line in (*details, *summary(config, session)):
         print(line, flush=True)

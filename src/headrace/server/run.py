@@ -54,7 +54,7 @@ _FINAL_CHUNK_S = 1
 
 # Agents pause between requests while their tools run. A connection that closes just as the next request is sent looks
 # to them like a broken server.
-_KEEP_ALIVE_S = 75
+KEEP_ALIVE_S = 75
 
 
 def open_listener(config: ServerConfig) -> socket.socket:
@@ -146,7 +146,7 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             http=Protocol,
             ws="none",
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             # The last resort after the drain: what it cancels gets no proper end and leaves a traceback in the log.
             timeout_graceful_shutdown=4 * _FINAL_CHUNK_S,
         )

@@ -1,0 +1,48 @@
+"""Which replica answers a request: the one that has the conversation's prefix, unless it is much fuller than others.
+
+Used by the router of Ray Serve and by its simulation (`benchmarks/routing.py`); the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from hashlib import blake2b
+
+LOAD_BOUND = 1.5
+"""A replica takes further conversations' requests up to this multiple of the mean load; see docs/scale.md."""
+
+SPARE_REQUESTS = 4
+"""And this many more: a few requests at once delay each other less than computing a conversation anew."""
+
+
+def ranked(key: str, replicas: Collection[str]) -> list[str]:
+    """The replicas in the key's order of preference (rendezvous hashing).
+
+    Each key has an order of its own, the same in every process. A replica that joins or leaves changes the first place
+    of only those keys that it gets or had: 1 of N.
+    """
+    return sorted(replicas, key=lambda replica: _score(key, replica), reverse=True)
+
+
+def choose(key: str, loads: Mapping[str, int]) -> list[str]:
+    """The replicas in the order in which to try them, for a request of the conversation `key`.
+
+    loads: of each replica, the number of requests that it is working on. A key without text belongs to no conversation:
+    the emptiest replica is first.
+    """
+    if not key:
+        return sorted(loads, key=loads.__getitem__)
+    bound = load_bound(loads)
+    order = ranked(key, loads)
+    # Replicas that are too full come last, and keep their order.
+    return sorted(order, key=lambda replica: loads[replica] >= bound)
+
+
+def load_bound(loads: Mapping[str, int]) -> float:
+    """A replica with fewer requests than this takes another one ("consistent hashing with bounded loads")."""
+    mean = sum(loads.values()) / len(loads) if loads else 0.0
+    return LOAD_BOUND * mean + SPARE_REQUESTS
+
+
+def _score(key: str, replica: str) -> bytes:
+    return blake2b(replica.encode(), key=blake2b(key.encode(), digest_size=32).digest(), digest_size=8).digest()
