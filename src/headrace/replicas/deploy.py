@@ -35,6 +35,9 @@ _HEALTH_TIMEOUT_S = 30.0
 _DRAIN_MARGIN_S = 2.0
 """Beyond --drain-seconds, in which a replica ends its engine."""
 
+_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+"""Of Ray Serve itself. Each request has a line in our log already."""
+
 _SERVE_SETTINGS = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "headrace.replicas.front.middleware",
     "RAY_SERVE_SESSION_ID_HEADER_KEY": ROUTE_HEADER,
@@ -54,11 +57,11 @@ def serve_replicas(config: Config, load: Callable[[Config], Loaded], port: int, 
         serve.start(
             proxy_location="EveryNode",
             http_options={"host": config.server.host, "port": port, "keep_alive_timeout_s": KEEP_ALIVE_S},
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
+            logging_config=_LOGGING,
             controller_options={"runtime_env": {"env_vars": _SERVE_SETTINGS}},
         )
         deployment = serve.deployment(serve.ingress()(Replica)).options(**_options(config))
-        serve.run(deployment.bind(config, load), name=APPLICATION, route_prefix="/")
+        serve.run(deployment.bind(config, load), name=APPLICATION, logging_config=_LOGGING)
         ended = _signalled()
         announce()
         ended.wait()

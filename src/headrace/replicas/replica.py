@@ -22,7 +22,7 @@ from headrace.replicas.loaded import Loaded
 from headrace.replicas.peers import Combine, PeerAnswer, answer_of, combine_answers, combined
 from headrace.replicas.route import REPLICA_HEADER
 from headrace.server.app import build_app
-from headrace.server.log_format import use_log_format
+from headrace.server.log_format import TEXT_FORMAT, use_log_format
 
 log = logging.getLogger("headrace.server")
 
@@ -38,6 +38,7 @@ class Replica:
 
     def __init__(self, config: Config, load: Callable[[Config], Loaded]) -> None:
         set_up_libraries()
+        logging.basicConfig(level=logging.WARNING, format=TEXT_FORMAT)
         use_log_format(config.server.log_format)
         logging.getLogger("headrace").setLevel(config.server.log_level.upper())
         hand_over_soon()

@@ -34,7 +34,7 @@ _PROMPT_HEAD = 1024
 _MAX_TEXT = 65_536
 """Characters of a message that count, so that they are within HEAD_BYTES."""
 
-_FORM = frozenset({"type", "cache_control"})
+_FORM = frozenset({"type", "role", "cache_control"})
 """Fields that say nothing of a message's content."""
 
 
