@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -28,6 +30,9 @@ _OBJECT_STORE_BYTES = 100_000_000
 
 _MAX_ONGOING = 100_000
 """Requests of a replica. Its own queue sets the limit (--max-queue), with an error that clients know."""
+
+_MEMORY_SHARE = 0.9
+"""Of a host without GPUs, for all its replicas together, as for one server."""
 
 _HEALTH_PERIOD_S = 5.0
 _HEALTH_TIMEOUT_S = 30.0
@@ -60,7 +65,10 @@ def serve_replicas(config: Config, load: Callable[[Config], Loaded], port: int, 
             logging_config=_LOGGING,
             controller_options={"runtime_env": {"env_vars": _SERVE_SETTINGS}},
         )
-        deployment = serve.deployment(serve.ingress()(Replica)).options(**_options(config))
+        options = _options(config)
+        deployment = serve.deployment(serve.ingress()(Replica)).options(**options)
+        if not options["ray_actor_options"]["num_gpus"]:
+            config = _with_shared_memory(config)
         serve.run(deployment.bind(config, load), name=APPLICATION, logging_config=_LOGGING)
         ended = _signalled()
         announce()
@@ -116,6 +124,15 @@ def _options(config: Config) -> dict[str, Any]:
         ),
         **_number(config),
     }
+
+
+def _with_shared_memory(config: Config) -> Config:
+    """The configuration for replicas that share the memory of their hosts, unless it sets their share."""
+    if config.engine.gpu_memory_utilization is not None:
+        return config
+    most = config.replicas.max_replicas or config.replicas.replicas
+    on_one_host = math.ceil(most / len([each for each in ray.nodes() if each["Alive"]]))
+    return replace(config, engine=replace(config.engine, gpu_memory_utilization=_MEMORY_SHARE / on_one_host))
 
 
 def _number(config: Config) -> dict[str, Any]:

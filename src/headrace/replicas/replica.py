@@ -26,6 +26,9 @@ from headrace.server.log_format import TEXT_FORMAT, use_log_format
 
 log = logging.getLogger("headrace.server")
 
+_SPANS_S = 1.0
+"""For the last spans to reach their collector."""
+
 _PEERS_S = 10.0
 """For all replicas to answer what concerns them all."""
 
@@ -64,6 +67,8 @@ class Replica:
 
     def _stop(self) -> None:
         self._app.state.feed.close()
+        if self._app.state.spans is not None:
+            self._app.state.spans.close(_SPANS_S)
         self._loaded.stop()
 
 
