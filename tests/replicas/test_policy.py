@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from headrace.replicas.policy import LOAD_BOUND, SPARE_REQUESTS, choose, load_bound, ranked
+from headrace.replicas.policy import LOAD_BOUND, SPARE_REQUESTS, choose, ranked
 
 NAMES = [f"replica-{number}" for number in range(8)]
 KEYS = [f"conversation {number}" for number in range(4000)]
@@ -64,4 +64,3 @@ def test_a_request_of_no_conversation_goes_to_the_emptiest_replica() -> None:
 
 def test_without_replicas_there_is_no_choice() -> None:
     assert choose("a", {}) == [] == choose("", {})
-    assert load_bound({}) == SPARE_REQUESTS

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from hashlib import blake2b
 
-LOAD_BOUND = 1.5
+LOAD_BOUND = 1.25
 """A replica takes further conversations' requests up to this multiple of the mean load; see docs/scale.md."""
 
 SPARE_REQUESTS = 4
@@ -24,7 +24,9 @@ def ranked(key: str, replicas: Collection[str]) -> list[str]:
     return sorted(replicas, key=lambda replica: _score(key, replica), reverse=True)
 
 
-def choose(key: str, loads: Mapping[str, int]) -> list[str]:
+def choose(
+    key: str, loads: Mapping[str, int], *, bound: float = LOAD_BOUND, spare: float = SPARE_REQUESTS
+) -> list[str]:
     """The replicas in the order in which to try them, for a request of the conversation `key`.
 
     loads: of each replica, the number of requests that it is working on. A key without text belongs to no conversation:
@@ -32,16 +34,9 @@ def choose(key: str, loads: Mapping[str, int]) -> list[str]:
     """
     if not key:
         return sorted(loads, key=loads.__getitem__)
-    bound = load_bound(loads)
-    order = ranked(key, loads)
-    # Replicas that are too full come last, and keep their order.
-    return sorted(order, key=lambda replica: loads[replica] >= bound)
-
-
-def load_bound(loads: Mapping[str, int]) -> float:
-    """A replica with fewer requests than this takes another one ("consistent hashing with bounded loads")."""
-    mean = sum(loads.values()) / len(loads) if loads else 0.0
-    return LOAD_BOUND * mean + SPARE_REQUESTS
+    # "Consistent hashing with bounded loads": replicas that are too full come last, and keep their order.
+    most = bound * sum(loads.values()) / max(1, len(loads)) + spare
+    return sorted(ranked(key, loads), key=lambda replica: loads[replica] >= most)
 
 
 def _score(key: str, replica: str) -> bytes:
