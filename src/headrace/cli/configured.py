@@ -11,6 +11,7 @@ from headrace.config import Config, DefaultsConfig, MediaConfig
 from headrace.engine.engine import Engine
 from headrace.engine.prepare import model_files
 from headrace.errors import ConfigError
+from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.session.settings import Defaults, model_defaults
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
@@ -77,3 +78,8 @@ def configured_session(config: Config, engine: Engine, text: TextPipeline) -> Se
         media=(media_policy(config.media), media_limits(config.media)),
         defaults=server_defaults(config.defaults),
     )
+
+
+def served_models(config: Config, session: Session) -> Models:
+    server = config.server
+    return Models.of(session, server.served_model_name, takes_any_name=not server.strict_model_name)

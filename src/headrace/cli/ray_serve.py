@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 
-from headrace.cli.configured import configured_session, configured_text_pipeline, without_missing_vision
+from headrace.cli.configured import (
+    configured_session,
+    configured_text_pipeline,
+    served_models,
+    without_missing_vision,
+)
 from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
@@ -36,4 +41,6 @@ def load(config: Config) -> Loaded:
     config = without_missing_vision(config)
     text = configured_text_pipeline(config)
     engine = Engine.launch(config, text.constraints)
-    return Loaded(configured_session(config, engine, text), engine.stop)
+    session = configured_session(config, engine, text)
+    session.start_processes()
+    return Loaded(served_models(config, session), engine.stop)

@@ -17,6 +17,7 @@ from headrace.backend.doctor import compiler
 from headrace.cli.configured import (
     configured_session,
     configured_text_pipeline,
+    served_models,
     without_missing_vision,
 )
 from headrace.cli.progress import loading_text, preparing_text, show_prompts
@@ -27,7 +28,6 @@ from headrace.engine.engine import Engine
 from headrace.models.purpose import purpose_by_name
 from headrace.server.log_format import use_log_format
 from headrace.server.run import base_url, open_listener, serve
-from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.session.text_pipeline import TextPipeline
 
@@ -133,6 +133,4 @@ def _serve(config: Config, engine: Engine, text: TextPipeline, listener: socket.
         if progress.is_possible:
             tasks.add(asyncio.create_task(show_prompts(session, progress)))
 
-    server = config.server
-    models = Models.of(session, server.served_model_name, takes_any_name=not server.strict_model_name)
-    return serve(models, server, listener, announce)
+    return serve(served_models(config, session), config.server, listener, announce)

@@ -1,16 +1,16 @@
-"""What a replica gets from the caller: its model."""
+"""What a replica gets from the caller: its models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.session.session import Session
+from headrace.session.models import Models
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded model. stop: ends its engine."""
+    """stop: ends the engine."""
 
-    session: Session
+    models: Models
     stop: Callable[[], object]

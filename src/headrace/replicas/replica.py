@@ -49,16 +49,15 @@ class Replica:
         name_replica(self.name)
         self._config = config
         self._loaded = load(config)
-        self._loaded.session.start_processes()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Ray after the constructor."""
-        self._app = build_app(self._loaded.session, self._config.server)
+        self._app = build_app(self._loaded.models, self._config.server)
         return ReplicaApp(self._app, self.name, self._stop)
 
     def check_health(self) -> None:
         """Called by Ray, which replaces the replica after an error. Raises EngineDead."""
-        if (reason := self._loaded.session.health()) is not None:
+        if (reason := self._loaded.models.health()) is not None:
             raise EngineDead(f"the engine is not running: {reason}")
 
     async def answer_peer(self, method: str, path: str, headers: Mapping[str, str]) -> PeerAnswer:
