@@ -12,13 +12,13 @@ from fakes import models_of
 
 from headrace.config import ServerConfig
 from headrace.server.run import HttpServer, base_url, open_listener
+from headrace.session.embeddings import AnySession
 from headrace.session.models import Models
-from headrace.session.session import Session
 
 
 @asynccontextmanager
 async def serving(
-    session: Session | Models, config: ServerConfig | None = None, *, port: int = 0
+    session: AnySession | Models, config: ServerConfig | None = None, *, port: int = 0
 ) -> AsyncIterator[str]:
     """Yields the server's base URL; the server is down again when the block is left. port: 0 for any free one."""
     config = replace(config or ServerConfig(), port=port)
@@ -40,7 +40,7 @@ async def serving(
 class served:  # noqa: N801 (it is used like a function)
     """A server for a session in a separate thread."""
 
-    def __init__(self, session: Session | Models, config: ServerConfig | None = None) -> None:
+    def __init__(self, session: AnySession | Models, config: ServerConfig | None = None) -> None:
         self._session = session
         self._config = config
         self._started = threading.Event()

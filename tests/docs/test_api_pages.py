@@ -17,6 +17,7 @@ from headrace.api.json_body import StrictBody
 from headrace.api.openai_chat import ChatCompletionBody
 from headrace.api.openai_completion import CompletionBody
 from headrace.api.openai_models import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from headrace.api.pooling_body import EmbeddingBody, RerankBody, ScoreBody
 from headrace.api.responses_body import ResponsesBody
 from headrace.api.responses_items import ITEM_BODIES, SKIPPED_ITEMS
 from headrace.api.responses_tools import REFUSED_TOOLS, UNUSED_TOOLS
@@ -40,6 +41,7 @@ PAGES: Mapping[str, type[StrictBody]] = {
     "api-completions.md": CompletionBody,
     "api-responses.md": ResponsesBody,
     "api-messages.md": MessagesBody,
+    "api-embeddings.md": EmbeddingBody,
 }
 
 
@@ -67,6 +69,11 @@ def test_a_page_lists_every_field_under_what_becomes_of_it(page: str) -> None:
     assert same(names(page, "Supported"), body.model_fields)
     assert same(names(page, "Refused"), body.neutral_values)
     assert same(names(page, "Accepted without effect"), body.without_effect)
+
+
+@pytest.mark.parametrize(("section", "body"), [("Reranking", RerankBody), ("Scores", ScoreBody)])
+def test_the_page_of_embeddings_lists_the_fields_of_reranking_and_scores(section: str, body: type[StrictBody]) -> None:
+    assert same(names("api-embeddings.md", section), body.model_fields)
 
 
 @pytest.mark.parametrize("page", PAGES)

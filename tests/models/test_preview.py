@@ -20,7 +20,7 @@ from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.models.preview import foresee, preview_on_hub
 from headrace.models.purpose import purpose_by_name
-from headrace.models.source import locate, read_files
+from headrace.models.source import locate
 from headrace.state.sequence import StateCost
 
 GB = 1_000_000_000
@@ -153,7 +153,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     llama = write(
         tmp_path / "llama", LLAMA_8B, **{"model-00001-of-00002": 3000, "model-00002-of-00002": 2000, "mtp": 9}
     )
-    bert = write(tmp_path / "bert", {"model_type": "bert", "architectures": ["BertModel"]}, model=1000)
+    bert = write(tmp_path / "bert", {"model_type": "bert", "architectures": ["BertForTokenClassification"]}, model=1000)
     (gguf := tmp_path / "gguf").mkdir()
     (gguf / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     with fake_hub({"owner/llama": llama, "owner/bert": bert, "owner/gguf": gguf}) as hub:
@@ -172,9 +172,9 @@ def test_a_repository_is_weighed_without_its_weights(hub: FakeHub) -> None:
     assert (found.weights_bytes, found.missing_bytes) == (5000, 0)
 
 
-def test_an_embedding_model_is_refused_before_its_weights_are_fetched(hub: FakeHub) -> None:
+def test_a_model_with_another_task_is_refused_before_its_weights_are_fetched(hub: FakeHub) -> None:
     for look in (locate, preview_on_hub):
-        with pytest.raises(ModelError, match=r"owner/bert is an embedding model.*architecture BertModel"):
+        with pytest.raises(ModelError, match=r"owner/bert writes no text.*BertForTokenClassification has another task"):
             look("owner/bert")
     assert hub.downloaded == {"config.json"}
 
@@ -189,32 +189,6 @@ def test_a_repository_of_gguf_files_says_what_to_take_instead(hub: FakeHub) -> N
 def test_an_unknown_repository_is_named(hub: FakeHub) -> None:
     with pytest.raises(ModelError, match="'owner/other' is neither a folder here nor a repository"):
         preview_on_hub("owner/other")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "purpose"),
-    [
-        ("Qwen3ForSequenceClassification", "a reranker or classifier"),
-        ("ModernBertForMaskedLM", "an encoder"),
-        ("XLMRobertaModel", "an embedding model"),
-        *((name, None) for name in ("Qwen3ForCausalLM", "GPT2LMHeadModel", "ChatGLMModel", "InternVLChatModel")),
-        *((name, None) for name in ("Gemma3ForConditionalGeneration", "MiniCPMV", "RwkvForCausalLM")),
-    ],
-)
-def test_an_architecture_tells_what_a_model_is_for(architecture: str, purpose: str | None, tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", {"model_type": "qwen3", "architectures": [architecture]})
-    if purpose is None:
-        read_files("m", folder)
-    else:
-        with pytest.raises(ModelError, match=f"m is {purpose}"):
-            read_files("m", folder)
-
-
-def test_files_of_sentence_transformers_tell_too(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})
-    (folder / "modules.json").write_text("[]")
-    with pytest.raises(ModelError, match=r"m is an embedding model.*\(modules\.json\)"):
-        read_files("m", folder)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from headrace.cli.chat_terminal import (
     unquoted,
     without_echo,
 )
-from headrace.cli.configured import configured_text_pipeline, server_defaults, without_missing_vision
+from headrace.cli.configured import configured_text_pipeline, no_chat_model, server_defaults, without_missing_vision
 from headrace.cli.progress import PromptProgress, loading_text, preparing_text
 from headrace.cli.progress_line import Waiting
 from headrace.config import DEFAULT_MODEL, Config
@@ -85,6 +85,8 @@ def run(config: Config) -> None:
     with Waiting(preparing_text(config)):
         config = without_missing_vision(config)
         text = configured_text_pipeline(config)
+        if text is None:
+            raise no_chat_model(config)
     with Waiting(loading_text(config)):
         engine = Engine.launch(config, text.constraints)
     try:

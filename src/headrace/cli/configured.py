@@ -10,7 +10,8 @@ from headrace.cli.installed import vision_advice
 from headrace.config import Config, DefaultsConfig, MediaConfig
 from headrace.engine.engine import Engine
 from headrace.engine.prepare import model_files
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelError
+from headrace.session.embeddings import AnySession, EmbeddingSession
 from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.session.settings import Defaults, model_defaults
@@ -54,12 +55,14 @@ def without_missing_vision(config: Config) -> Config:
     return replace(config, models=replace(config.models, vision="off"))
 
 
-def configured_text_pipeline(config: Config) -> TextPipeline:
-    """The text pipeline of the configured model, which is downloaded if necessary. Raises ModelError.
+def configured_text_pipeline(config: Config) -> TextPipeline | None:
+    """The text pipeline of the configured model, which is downloaded if necessary; None for one that writes no text.
 
-    Finds the model exactly as the engine will, and checks its sampling defaults as the session will.
+    Finds the model exactly as the engine will, and checks its sampling defaults as the session will. Raises ModelError.
     """
     files = model_files(config)
+    if files.recipe is not None:
+        return None
     model_defaults(files.generation_config)
     return load_text_pipeline(
         files.directory,
@@ -70,7 +73,10 @@ def configured_text_pipeline(config: Config) -> TextPipeline:
     )
 
 
-def configured_session(config: Config, engine: Engine, text: TextPipeline) -> Session:
+def configured_session(config: Config, engine: Engine, text: TextPipeline | None) -> AnySession:
+    """text: None for a model that writes none."""
+    if text is None:
+        return EmbeddingSession.for_engine(engine)
     return Session.for_engine(
         engine,
         text,
@@ -80,6 +86,10 @@ def configured_session(config: Config, engine: Engine, text: TextPipeline) -> Se
     )
 
 
-def served_models(config: Config, session: Session) -> Models:
+def served_models(config: Config, session: AnySession) -> Models:
     server = config.server
     return Models.of(session, server.served_model_name, takes_any_name=not server.strict_model_name)
+
+
+def no_chat_model(config: Config) -> ModelError:
+    return ModelError(f"{config.model} writes no text: it gives vectors or scores, which `headrace serve` serves")

@@ -18,6 +18,7 @@ from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.engine.prepare import preview
+from headrace.session.embeddings import EmbeddingSession
 from headrace.session.session import Session
 
 _LOW_DISK_BYTES = 5_000_000_000
@@ -103,8 +104,9 @@ def _report_model(config: Config, here: Resources) -> None:
 def _loaded_report(config: Config) -> list[str]:
     config = without_missing_vision(config)
     text = configured_text_pipeline(config)
-    engine = Engine.launch(config, text.constraints)
+    engine = Engine.launch(config, None if text is None else text.constraints)
     try:
-        return [*engine.model.report, *Session.for_engine(engine, text).notes]
+        session = EmbeddingSession.for_engine(engine) if text is None else Session.for_engine(engine, text)
+        return [*engine.model.report, *session.notes]
     finally:
         engine.stop()

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from headrace.cli.configured import configured_text_pipeline
+from headrace.cli.configured import configured_text_pipeline, no_chat_model
 from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.head_check import BEFORE_NORM, HeadCheck, load_head_check
@@ -34,8 +34,11 @@ def run_extract(given: argparse.Namespace) -> None:
 def run_check(config: Config) -> None:
     """Prints what was measured. Raises ModelError, and SystemExit with 1 if the head is not usable."""
     warn_of_unknown_variables()
-    tokenizer = configured_text_pipeline(config).tokenizer
-    check = load_head_check(config, [tokenizer.encode_document(text) for text in TEXTS], tokenizer.token_ids)
+    text = configured_text_pipeline(config)
+    if text is None:
+        raise no_chat_model(config)
+    tokenizer = text.tokenizer
+    check = load_head_check(config, [tokenizer.encode_document(each) for each in TEXTS], tokenizer.token_ids)
     print(f"head: {check.head.report}")
     print(f"text: {_NUM_TOKENS} tokens of the model's own after each of {len(TEXTS)} passages", flush=True)
     found = check.measure(_NUM_TOKENS, _DEPTH)

@@ -14,7 +14,7 @@ from headrace.cli.progress_line import ProgressLine
 from headrace.config import Config
 from headrace.engine.prepare import held_weights_bytes
 from headrace.errors import HeadraceError
-from headrace.session.session import Session
+from headrace.session.embeddings import AnySession
 from headrace.types.status import Phase, RequestStatus
 
 _PERIOD_S = 0.25
@@ -22,7 +22,7 @@ _SHOWN_AFTER_S = 1.0
 """Of a prompt: shorter ones would only flicker."""
 
 
-async def show_prompts(session: Session, line: ProgressLine) -> None:
+async def show_prompts(session: AnySession, line: ProgressLine) -> None:
     progress = PromptProgress()
     for handler in logging.getLogger().handlers:
         handler.addFilter(line)

@@ -28,15 +28,25 @@ from headrace.engine.engine import Engine
 from headrace.models.purpose import purpose_by_name
 from headrace.server.log_format import use_log_format
 from headrace.server.run import base_url, open_listener, serve
+from headrace.session.embeddings import AnySession, EmbeddingSession
 from headrace.session.session import Session
 from headrace.session.text_pipeline import TextPipeline
+from headrace.types.pooling import PoolingTask
 
 
-def summary(config: Config, session: Session) -> tuple[str, ...]:
+def summary(config: Config, session: AnySession) -> tuple[str, ...]:
     """The model and the device, the context, what it can do, and what is missing. The address follows later."""
     model, here = session.model, current()
+    first = f"model: {model.name} ({model.model_type}) on {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB"
+    if isinstance(session, EmbeddingSession):
+        return (
+            first,
+            f"context: {model.max_model_len} tokens of an input",
+            f"can do: {', '.join(_pooling_abilities(session))}",
+            f"assumed: {session.pooling.assumed or 'nothing'}",
+        )
     return (
-        f"model: {model.name} ({model.model_type}) on {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB",
+        first,
         f"context: {model.max_model_len} tokens, prompt and answer together",
         f"can do: {', '.join(_abilities(config, session))}",
         f"missing: {'; '.join(_gaps(config, session)) or 'nothing'}",
@@ -58,6 +68,15 @@ def _abilities(config: Config, session: Session) -> Iterator[str]:
         yield "prefix caching"
 
 
+def _pooling_abilities(session: EmbeddingSession) -> Iterator[str]:
+    if session.pooling.task is PoolingTask.EMBED:
+        yield f"embeddings of {session.pooling.dimensions} numbers, and scores by their similarity"
+    else:
+        yield "reranking and scores"
+    if session.pooling.prompts:
+        yield f"prompts {', '.join(session.pooling.prompts)}"
+
+
 def _gaps(config: Config, session: Session) -> Iterator[str]:
     if not session.takes_chats:
         yield "a chat template, so chats are refused: this is a base model"
@@ -69,20 +88,39 @@ def _gaps(config: Config, session: Session) -> Iterator[str]:
         yield "a C++ compiler (g++), without which a CPU runs fused operations one by one"
 
 
-def ready_text(config: Config, url: str, session: Session) -> str:
+def ready_text(config: Config, url: str, session: AnySession) -> str:
     name = (*config.server.served_model_name, session.model.name)[0]
+    if isinstance(session, EmbeddingSession):
+        return _pooling_ready_text(config, url, session, name)
     if session.takes_chats:
         route = "chat/completions"
         question: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
     else:
         route, question = "completions", {"prompt": "The capital of France is"}
-    words = ["curl", "-N", f"{url}/v1/{route}", "-H", "Content-Type: application/json"]
+    command = _curl(config, f"{url}/v1/{route}", {"model": name, **question, "stream": True})
+    page = f"chat with it in a browser: {url}\n" if config.server.page == "on" else ""
+    return f"{name} is served at {url}/v1\n{page}\n{command}\n"
+
+
+def _curl(config: Config, url: str, body: dict[str, Any]) -> str:
+    words = ["curl", "-N", url, "-H", "Content-Type: application/json"]
     if config.server.api_key is not None:
         # The key itself stays out of terminals and logs.
         words += ["-H", "Authorization: Bearer YOUR_KEY"]
-    words += ["-d", json.dumps({"model": name, **question, "stream": True})]
-    page = f"chat with it in a browser: {url}\n" if config.server.page == "on" else ""
-    return f"{name} is served at {url}/v1\n{page}\n{shlex.join(words)}\n"
+    return shlex.join([*words, "-d", json.dumps(body)])
+
+
+def _pooling_ready_text(config: Config, url: str, session: EmbeddingSession, name: str) -> str:
+    route = "embeddings"
+    body: dict[str, Any] = {"model": name, "input": "The capital of France is Paris."}
+    if session.pooling.task is PoolingTask.SCORE:
+        route = "rerank"
+        body = {
+            "model": name,
+            "query": "What is the capital of France?",
+            "documents": ["The capital of France is Paris.", "Rain falls in spring."],
+        }
+    return f"{name} is served at {url}/v1\n\n{_curl(config, f'{url}/v1/{route}', body)}\n"
 
 
 logger = logging.getLogger(__name__)
@@ -105,7 +143,7 @@ def run(config: Config) -> None:
             config = without_missing_vision(config)
             text = configured_text_pipeline(config)
         with Waiting(loading_text(config)):
-            engine = Engine.launch(config, text.constraints)
+            engine = Engine.launch(config, None if text is None else text.constraints)
         try:
             left_s = _serve(config, engine, text, listener)
         except KeyboardInterrupt:
@@ -118,13 +156,14 @@ def run(config: Config) -> None:
             logger.warning("the engine is still busy, the process ends without it")
 
 
-def _serve(config: Config, engine: Engine, text: TextPipeline, listener: socket.socket) -> float:
+def _serve(config: Config, engine: Engine, text: TextPipeline | None, listener: socket.socket) -> float:
     """Serve until a signal comes. Returns the seconds left for shutting down."""
     session = configured_session(config, engine, text)
     details = (*engine.model.report, *session.notes) if config.server.verbose else ()
     for line in (*details, *summary(config, session)):
         print(line, flush=True)
-    session.start_processes()
+    if isinstance(session, Session):
+        session.start_processes()
     ready = ready_text(config, base_url(listener), session)
     progress, tasks = ProgressLine(), set[asyncio.Task[None]]()
 

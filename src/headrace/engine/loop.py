@@ -18,6 +18,7 @@ from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
 from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
 from headrace.engine.pool import PrefixCache
+from headrace.engine.pooling import EncoderRunner
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.prefill import Sparse
 from headrace.engine.warm_up import WarmUp
@@ -108,7 +109,7 @@ class Loop:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner | EncoderRunner,
         scheduler: Scheduler,
         parts: Parts,
         warm_up: WarmUp,

@@ -19,15 +19,17 @@ from headrace.config import Config
 from headrace.config_loading import set_up_libraries, with_suggestion
 from headrace.engine.adapters import load_adapters
 from headrace.engine.disk_cache import DiskLoader, open_disk_tier
-from headrace.engine.drafting import prepare_drafting
+from headrace.engine.drafting import DrafterSetup, prepare_drafting
 from headrace.engine.features import FeatureCache
 from headrace.engine.loop import Command, Loop, MemoryPlan, Parts
 from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state, state_budget, state_pool
 from headrace.engine.pool import PrefixPool
+from headrace.engine.pooling import PoolingRunner
+from headrace.engine.prepare_encoder import longest_input, pooling_traits, prepare_encoder
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.draft import LoadedDraft, load_draft
 from headrace.engine.sparse.prefill import start_sparse
-from headrace.engine.warm_up import prepare_warm_up
+from headrace.engine.warm_up import WarmUp, prepare_warm_up
 from headrace.errors import ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.built_in import IN_PACKAGE, built_in_folder
@@ -67,18 +69,21 @@ def prepare(
     here = _current_device(config.models.numerics)
     files = model_files(config)
     knobs = config.engine
+    if files.is_encoder:
+        return prepare_encoder(config, files, inbox, here, (*_device_lines(here, products),))
     loaded = _load(config, files, here, constraints)
     as_held = replace(config, models=replace(config.models, dtype=loaded.dtype))
-    drafting = prepare_drafting(as_held, files, loaded, here)
-    found = _find_tower(config, files, loaded, here)
-    draft = _find_draft(config, files, loaded, here)
+    is_pooling = files.recipe is not None
+    drafting = DrafterSetup(None, None, ()) if is_pooling else prepare_drafting(as_held, files, loaded, here)
+    found = None if is_pooling else _find_tower(config, files, loaded, here)
+    draft = None if is_pooling else _find_draft(config, files, loaded, here)
     adapters, named_adapters = load_adapters(config.models.adapter, loaded)
     weights_bytes = mx.get_active_memory() - adapters.num_bytes
     wired = () if here.mac is None else (wire(here.mac, knobs.wired, weights_bytes),)
     budget_bytes = state_budget(here.memory_bytes, here.share(knobs.gpu_memory_utilization))
     sample = sample_state(loaded.packed, drafting.head)
     cost = sample.cost()
-    own_context = loaded.context_length or knobs.max_model_len or DEFAULT_CONTEXT
+    own_context = longest_input(files, loaded.context_length) or knobs.max_model_len or DEFAULT_CONTEXT
     of_draft = 0 if draft is None else int(budget_bytes * draft.share(cost, own_context))
     # the scheduler counts a sequence's tokens without drafts
     memory = MemoryBudget(
@@ -108,11 +113,15 @@ def prepare(
         knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, stages=stages
     )
     states = state_pool(loaded.packed, cost, memory.budget_bytes, knobs.max_num_seqs, max_model_len)
-    warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
-    report = (*report, *warm_up.report)
     packed, end, speculator = loaded.packed, loaded.tokens.end, drafting.speculator
-    of_runner = packed, end, parts.prefixes, constraints, speculator, parts.features, adapters
-    runner = Runner(*of_runner, pool=states, ahead=packed.launches_ahead)
+    if is_pooling:
+        warm_up = WarmUp(None, knobs.max_num_seqs, ())
+        runner: Runner = PoolingRunner(packed, end, parts.prefixes, pool=states)
+    else:
+        warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
+        of_runner = packed, end, parts.prefixes, constraints, speculator, parts.features, adapters
+        runner = Runner(*of_runner, pool=states, ahead=packed.launches_ahead)
+    report = (*report, *warm_up.report)
     loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
     description = _describe(files, loaded, max_model_len, report, named_adapters, takes_media=tower is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
@@ -276,4 +285,5 @@ def _describe(
         report=report,
         takes_media=takes_media,
         adapters=adapters,
+        pooling=pooling_traits(files, loaded.width),
     )

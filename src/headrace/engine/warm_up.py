@@ -170,15 +170,15 @@ class WarmUp:
     A piece is short and leaves nothing behind, so that the engine can serve requests between any two.
     """
 
-    def __init__(self, served: Served, max_num_seqs: int, pieces: Sequence[WarmUpPiece]) -> None:
-        """max_num_seqs: rows of a piece and of requests together."""
-        self._served = served
+    def __init__(self, served: Served | None, max_num_seqs: int, pieces: Sequence[WarmUpPiece]) -> None:
+        """served: None if there are no pieces. max_num_seqs: rows of a piece and of requests together."""
+        self._given = served
         self._max_num_seqs = max_num_seqs
         self._left = list(pieces)
         self._num_failed = 0
         self._seconds = self._last_s = self._since_s = 0.0
         """Of all pieces so far, of the last one, and of steps with requests since then."""
-        self._num_forms_when_ready = served.num_forms
+        self._num_forms_when_ready = self._num_forms
         self.status = WarmUpStatus(num_pieces=len(pieces))
         """As of the last piece; may be read in any thread."""
         self.report: tuple[str, ...] = ()
@@ -186,6 +186,15 @@ class WarmUp:
         if pieces:
             most = max(piece.num_rows for piece in pieces)
             self.report = (f"warm-up: steps of up to {most} rows, while requests are served, but slowly",)
+
+    @property
+    def _served(self) -> Served:
+        assert self._given is not None, "only pieces need it"
+        return self._given
+
+    @property
+    def _num_forms(self) -> int:
+        return 0 if self._given is None else self._given.num_forms
 
     @property
     def is_over(self) -> bool:
@@ -206,7 +215,7 @@ class WarmUp:
         return has_room and self._left[0].num_rows <= self._max_num_seqs - num_running
 
     def forms(self) -> StepForms:
-        num_built = self._served.num_forms
+        num_built = self._num_forms
         return StepForms(num_built, num_built - self._num_forms_when_ready if self.is_over else 0)
 
     def served(self, seconds: float) -> None:
@@ -229,7 +238,7 @@ class WarmUp:
         num_pieces = self.status.num_pieces
         self.status = WarmUpStatus(num_pieces, num_pieces - len(self._left), self._num_failed, self._seconds)
         if self.is_over:
-            self._num_forms_when_ready = self._served.num_forms
+            self._num_forms_when_ready = self._num_forms
             failed = f", {self._num_failed} of {num_pieces} pieces failed" if self._num_failed else ""
             logger.info("ready: steps were warmed up in %.1f s%s", self._seconds, failed)
 

@@ -127,6 +127,7 @@ class Window:
     is_committed: the state has committed its tokens, which are all certain.
     error: why the row failed.
     gained, forked: tokens that the sequence gains, and the first one of each fork.
+    vector: see ChunkResult.
     """
 
     chunk: Chunk
@@ -143,6 +144,7 @@ class Window:
     gained: Sequence[Drawn] = ()
     forked: Sequence[Drawn] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    vector: bytes | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -248,6 +250,7 @@ class Window:
             tuple([one.logprobs for one in self.gained if one.logprobs is not None]),
             self.prompt_logprobs,
             self.num_drafts,
+            self.vector,
         )
 
 

@@ -18,6 +18,7 @@ from headrace.errors import ModelError
 from headrace.models.float16 import prefers_float16, to_float16
 from headrace.models.levels import Level, choose_levels, mixers_of
 from headrace.models.packed import PackedModel
+from headrace.models.pooling.trunk import Trunk, load_trunk
 from headrace.models.selfcheck import Checked, check, check_pictures
 from headrace.models.source import CONTEXT_FIELDS, ModelFiles
 from headrace.models.stored_files import check_files, norms_contradiction
@@ -37,6 +38,7 @@ class LoadedModel:
     context_length: tokens that it was made for; None if neither its files nor its architecture's defaults define it.
     report: lines about precision, levels and the self-check.
     dtype: as in `ModelConfig.dtype`, what the weights are held with. lowered: see `Checked`.
+    width: numbers that it gives for a token: logits, or a vector's.
     """
 
     packed: PackedModel
@@ -46,6 +48,7 @@ class LoadedModel:
     report: tuple[str, ...]
     dtype: str
     lowered: tuple[str, ...]
+    width: int
 
 
 def load(
@@ -65,7 +68,8 @@ def load(
     part serves alone, where mlx-lm knows it.
     Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
-    read_text = partial(_load, files, load_weights, dtype, numerics, self_check, device, tokens)
+    read = load_weights if files.recipe is None else load_trunk
+    read_text = partial(_load, files, read, dtype, numerics, self_check, device, tokens)
     if not (whole_vlm and runs_whole(files)):
         return read_text()
     try:
@@ -135,7 +139,7 @@ def _finish(
     if device.kind == "metal" and numerics == "fast":
         kernels = replace(kernels, scans_by_library=_scans_by_library(loaded.model))
     precision = str(logits.dtype).removeprefix("mlx.core.")
-    num_rows = logits.shape[-1]
+    num_rows = loaded.model.num_ids if isinstance(loaded.model, Trunk) else logits.shape[-1]
     if self_check:
         checked = check(loaded.model, kernels, num_rows, precision)
     else:
@@ -149,10 +153,13 @@ def _finish(
         logger.warning("%s: %s", files.name, contradiction)
         lines.append(f"weights: {contradiction}")
     tokens = TokenIds(num_rows) if tokens is None else tokens.up_to(num_rows)
-    checked.packed.keep_tokens(tokens)
+    if files.recipe is None:
+        checked.packed.keep_tokens(tokens)
     context_length = files.context_length or _default_context(loaded.model)
     report = (*lines, *_level_lines(checked))
-    return LoadedModel(checked.packed, tokens, precision, context_length, report, dtype, checked.lowered)
+    return LoadedModel(
+        checked.packed, tokens, precision, context_length, report, dtype, checked.lowered, logits.shape[-1]
+    )
 
 
 def _scans_by_library(model: Any) -> bool:

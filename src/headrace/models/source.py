@@ -14,7 +14,7 @@ from headrace.errors import ModelError
 from headrace.models.download import fetch, fetch_small
 from headrace.models.hub import Repository, cache_of, find, hub_errors, remember
 from headrace.models.in_use import hold
-from headrace.models.purpose import refuse_other_purposes
+from headrace.models.pooling.recipe import ENCODERS, Recipe, find_recipe
 
 NESTED_TEXT_CONFIGS = ("text_config", "language_model", "language_config", "llm_config")
 """Keys of the text model's config in vision-language checkpoints."""
@@ -33,6 +33,7 @@ class ModelFiles:
     """A checkpoint's folder and its parsed JSON files.
 
     config: as stored, but with the `model_type` that mlx-lm knows. text_config: the text model's part of it.
+    recipe: of an embedding model or a reranker; None for a model that writes text.
     """
 
     name: str
@@ -40,11 +41,16 @@ class ModelFiles:
     config: Mapping[str, Any]
     text_config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
+    recipe: Recipe | None = None
 
     @property
     def model_type(self) -> str:
         """Of the text model."""
         return str(self.text_config.get("model_type", self.config["model_type"])).removesuffix("_text")
+
+    @property
+    def is_encoder(self) -> bool:
+        return self.config["model_type"] in ENCODERS
 
     @property
     def context_length(self) -> int | None:
@@ -134,7 +140,7 @@ def read_files(name: str, directory: Path) -> ModelFiles:
         raise ModelError(f"{directory} holds no config.json: {_without_config(any(directory.glob('*.gguf')))}")
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{directory / 'config.json'} names no model_type")
-    refuse_other_purposes(name, directory, config)
+    recipe = find_recipe(name, directory, config)
     config["model_type"] = _known_model_type(config["model_type"])
     text_config = next((config[key] for key in NESTED_TEXT_CONFIGS if isinstance(config.get(key), dict)), config)
     generation_config = _read_json(directory / "generation_config.json") or {}
@@ -142,7 +148,7 @@ def read_files(name: str, directory: Path) -> ModelFiles:
         ids = one.get("eos_token_id")
         if not all(isinstance(id, int) for id in (ids if isinstance(ids, list) else [] if ids is None else [ids])):
             raise ModelError(f"{directory}: eos_token_id is neither a token's id nor a list of such")
-    return ModelFiles(name, directory, config, text_config, generation_config)
+    return ModelFiles(name, directory, config, text_config, generation_config, recipe)
 
 
 def _without_config(has_gguf: bool) -> str:

@@ -34,10 +34,17 @@ class Loaded:
     num_unused: int
 
 
-def load_weights(files: ModelFiles) -> Loaded:
+Tensors = Mapping[str, mx.array]
+
+
+def load_weights(
+    files: ModelFiles, rename: Callable[[Tensors], dict[str, mx.array]] = dict, *, has_output: bool = True
+) -> Loaded:
     """The untouched mlx-lm model of a folder, its weights not yet evaluated.
 
     Extra weights (vision towers, MTP heads) are left aside; missing ones raise ModelError with their names.
+    rename: gives the checkpoint's tensors the names that mlx-lm knows. has_output: whether the checkpoint has an output
+    matrix; the model then computes logits of its embeddings.
     """
     num_unused = 0
 
@@ -55,12 +62,19 @@ def load_weights(files: ModelFiles) -> Loaded:
             loaded: nn.Module = model_class.load_weights(self, used, strict=True)
             return loaded
 
+        def sanitize(self: Any, weights: Tensors) -> Tensors:
+            renamed, own = rename(weights), getattr(super(derived, self), "sanitize", None)
+            sanitized: Tensors = renamed if own is None else own(renamed)
+            return sanitized
+
         # derived for this load only: mlx-lm's own class stays as it is
-        derived = type(model_class.__name__, (model_class,), {"load_weights": check_names})
+        derived = type(model_class.__name__, (model_class,), {"load_weights": check_names, "sanitize": sanitize})
         return derived, arguments_class
 
     # model classes edit the config that they are given, nested parts too
     config: dict[str, Any] = copy.deepcopy(dict(files.config))
+    if not has_output:
+        config["tie_word_embeddings"] = True
     with foreign_errors(partial(_load_error, files)):
         model, _ = load_model(files.directory, lazy=True, model_config=config, get_model_classes=classes)
     model.eval()

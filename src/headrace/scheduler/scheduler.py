@@ -337,6 +337,7 @@ def _output(
         num_accepted=len(result.token_ids) - 1,
         times=live.times(now),
         prompt_logprobs=(None, *live.prompt_logprobs) if is_first and wants_prompt_logprobs else None,
+        vector=result.vector,
     )
 
 

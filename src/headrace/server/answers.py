@@ -27,6 +27,7 @@ from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone, EventS
 from headrace.server.model_calls import Body, read_json_body
 from headrace.server.responses import closing_error, ignored_headers
 from headrace.server.session_header import session_header
+from headrace.session.embeddings import text_session
 from headrace.session.models import Models, Target
 from headrace.session.prompts import generation_ids
 from headrace.session.session import Session
@@ -130,7 +131,7 @@ class AnswerRoute(Generic[Asked]):
             record.end_answer("abort")
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except HeadraceError as error:
-            record.end_answer(_end_of(error))
+            record.end_answer(end_of(error))
             raise
 
     async def _begin(self, request: Request) -> _Answer:
@@ -152,8 +153,7 @@ class AnswerRoute(Generic[Asked]):
     async def _read(self, request: Request, body: Body, traits: ModelTraits) -> Call[Asked]:
         call = await body.read(lambda value: self._dialect.read(value, traits))
         options = call.request.options
-        name = session_header(request.headers) or options.session or _address(request)
-        options = replace(options, session=name[:_MAX_SESSION_LENGTH])
+        options = replace(options, session=session_name(request, options.session))
         return replace(call, request=replace(call.request, options=options))
 
     async def _events(
@@ -170,7 +170,7 @@ class AnswerRoute(Generic[Asked]):
                 call = await read(session.traits)
                 call = replace(call, request=replace(call.request, request_id=request_id))
                 answer.encoder = self._dialect.encoder(call, AnswerHeading(request_id, target.name))
-            async with aclosing(self._dialect.events(session, call.request)) as events:
+            async with aclosing(self._dialect.events(text_session(session), call.request)) as events:
                 async for event in events:
                     yield event
 
@@ -211,7 +211,7 @@ async def _pieces(answer: _Answer, started: Event | None) -> AsyncGenerator[byte
                     yield piece
             yield encoder.end()
     except HeadraceError as error:
-        record.end_answer(_end_of(error))
+        record.end_answer(end_of(error))
         yield _failure(answer, error)  # the status has been sent, so only an event can report the error
 
 
@@ -240,10 +240,15 @@ async def _first(answer: _Answer) -> Event:
     return event
 
 
-def _end_of(error: HeadraceError) -> str:
+def end_of(error: HeadraceError) -> str:
     if isinstance(error, RequestCancelled):
         return "abort"
     return "refused" if isinstance(error, RequestError) else "error"
+
+
+def session_name(request: Request, sent: str = "") -> str:
+    """Names the client's session: by a header, by the field that it sent, or by its address."""
+    return (session_header(request.headers) or sent or _address(request))[:_MAX_SESSION_LENGTH]
 
 
 def _address(request: Request) -> str:

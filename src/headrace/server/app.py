@@ -20,6 +20,7 @@ from headrace.server.guard import Guard, OwnNames
 from headrace.server.model_routes import model_routes
 from headrace.server.operations import OperationRoutes
 from headrace.server.page import PageRoutes
+from headrace.server.pooling_routes import PoolingRoutes
 from headrace.server.response_routes import ResponseRoutes
 from headrace.server.responses import error_response
 from headrace.server.tokens import TokenRoutes
@@ -58,6 +59,7 @@ def build_app(models: Models, config: ServerConfig) -> Starlette:
             Route("/v1/responses/{id}/input_items", responses.input_items),
             Route("/v1/messages", message.answer, methods=["POST"]),
             Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
+            *_pooling_routes(PoolingRoutes(models, config, live, ignored)),
             *model_routes(models, config),
             *client_routes(models, config),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -85,6 +87,15 @@ def build_app(models: Models, config: ServerConfig) -> Starlette:
     app.router.redirect_slashes = False
     app.state.feed, app.state.drain, app.state.spans = operations.feed, drain, spans
     return app
+
+
+def _pooling_routes(pooling: PoolingRoutes) -> list[Route]:
+    """Clients of Cohere's second version have its number in the path; others have none."""
+    return [
+        Route("/v1/embeddings", pooling.embeddings, methods=["POST"]),
+        *(Route(path, pooling.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        *(Route(path, pooling.score, methods=["POST"]) for path in ("/v1/score", "/score")),
+    ]
 
 
 async def _no_stored_chat(request: Request) -> Response:

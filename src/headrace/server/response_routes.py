@@ -26,6 +26,7 @@ from headrace.server.bookkeeping import LiveRequests, UnknownFields
 from headrace.server.model_calls import read_json_body, with_model
 from headrace.server.response_store import ResponseStore, StoredResponse
 from headrace.server.responses import ignored_headers
+from headrace.session.embeddings import AnySession
 from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest
@@ -53,7 +54,7 @@ class ResponseRoutes:
         body = await read_json_body(request, self._config.max_body_bytes)
         target = self._models.resolve(body.model)
 
-        async def count(session: Session) -> tuple[int, tuple[str, ...]]:
+        async def count(session: AnySession) -> tuple[int, tuple[str, ...]]:
             # A prompt may be longer than the context.
             call = await body.read(partial(self._read, model=replace(session.traits, max_model_len=None)))
             with _own_field_names():

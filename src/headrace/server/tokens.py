@@ -27,8 +27,8 @@ from headrace.config import ServerConfig
 from headrace.server.bookkeeping import UnknownFields
 from headrace.server.model_calls import read_json_body, with_model
 from headrace.server.responses import ignored_headers
+from headrace.session.embeddings import AnySession
 from headrace.session.models import Models
-from headrace.session.session import Session
 from headrace.types.chat import ChatRequest
 from headrace.types.model import ModelTraits
 
@@ -44,7 +44,7 @@ class TokenRoutes:
         self._ignored = ignored
 
     async def tokenize(self, request: Request) -> Response:
-        async def work(session: Session, call: TokenizeCall) -> Mapping[str, Any]:
+        async def work(session: AnySession, call: TokenizeCall) -> Mapping[str, Any]:
             if isinstance(call.prompt, str):
                 token_ids = await session.tokenize(call.prompt, adds_special_tokens=call.adds_special_tokens)
             else:
@@ -54,7 +54,7 @@ class TokenRoutes:
         return await self._answer(request, lambda body, traits: read_tokenize(body), work)
 
     async def detokenize(self, request: Request) -> Response:
-        async def work(session: Session, call: DetokenizeCall) -> Mapping[str, Any]:
+        async def work(session: AnySession, call: DetokenizeCall) -> Mapping[str, Any]:
             return detokenize_answer(await session.detokenize(call.token_ids))
 
         return await self._answer(request, lambda body, traits: read_detokenize(body), work)
@@ -62,14 +62,14 @@ class TokenRoutes:
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info: special tokens and the chat template, for clients that render prompts themselves."""
 
-        async def info(session: Session) -> Mapping[str, Any]:
+        async def info(session: AnySession) -> Mapping[str, Any]:
             return tokenizer_info_answer(session.special_tokens, session.chat_template, session.model.max_model_len)
 
         target = self._models.resolve(request.query_params.get("model"))
         return JSONResponse(await with_model(request, self._models, target, info))
 
     async def count_message_tokens(self, request: Request) -> Response:
-        async def work(session: Session, call: Call[ChatRequest]) -> Mapping[str, Any]:
+        async def work(session: AnySession, call: Call[ChatRequest]) -> Mapping[str, Any]:
             return count_answer(len(await session.tokenize_chat(call.request)))
 
         return await self._answer(request, read_messages, work)
@@ -78,12 +78,12 @@ class TokenRoutes:
         self,
         request: Request,
         read: Callable[[JsonBody, ModelTraits], Asked],
-        work: Callable[[Session, Asked], Awaitable[Mapping[str, Any]]],
+        work: Callable[[AnySession, Asked], Awaitable[Mapping[str, Any]]],
     ) -> Response:
         body = await read_json_body(request, self._config.max_body_bytes)
         target = self._models.resolve(body.model)
 
-        async def answer(session: Session) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        async def answer(session: AnySession) -> tuple[Mapping[str, Any], tuple[str, ...]]:
             # A prompt may be longer than the context.
             traits = replace(session.traits, max_model_len=None)
             call = await body.read(lambda value: read(value, traits))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from headrace.cancellation import run_in_pool, run_in_thread
+from headrace.engine.engine import Engine, OutputStream
 from headrace.errors import Overloaded
 from headrace.long_work import in_turn
 from headrace.text.encoder import LONG_TEXT
+from headrace.types.request import GenerationRequest
 
 Item = TypeVar("Item")
 
@@ -51,6 +54,26 @@ def _next(stream: AsyncGenerator[Item, None]) -> asyncio.Task[Item]:
         return await anext(stream)
 
     return asyncio.ensure_future(step())
+
+
+async def submit_together(
+    engine: Engine, requests: Sequence[GenerationRequest], open_streams: AsyncExitStack
+) -> list[OutputStream]:
+    """Submit all requests at once, so that the engine accepts them together between two steps.
+
+    Accepted ones are closed with `open_streams`, even if others are refused.
+    """
+    submitting = [asyncio.ensure_future(engine.submit(request)) for request in requests]
+    try:
+        await asyncio.wait(submitting)
+    finally:
+        for task in submitting:
+            task.cancel()
+        settled = await asyncio.gather(*submitting, return_exceptions=True)
+        for each in settled:
+            if not isinstance(each, BaseException):
+                open_streams.push_async_callback(each.aclose)
+    return [task.result() for task in submitting]
 
 
 Result = TypeVar("Result")

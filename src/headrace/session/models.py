@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from headrace.errors import InvalidRequest, ModelNotFound
-from headrace.session.session import Session
+from headrace.session.embeddings import AnySession
 from headrace.types.model import ModelTraits
 from headrace.types.status import WarmUpStatus
 
@@ -16,7 +16,7 @@ from headrace.types.status import WarmUpStatus
 class ModelEntry:
     """A served model. names: under which clients ask for it, the main one first. source: another such name."""
 
-    def __init__(self, names: Sequence[str], source: str, session: Session) -> None:
+    def __init__(self, names: Sequence[str], source: str, session: AnySession) -> None:
         self.names = tuple(names)
         self.source = source
         self.session = session
@@ -54,7 +54,7 @@ class Models:
         self._needs_name = needs_name
 
     @classmethod
-    def of(cls, session: Session, names: Sequence[str] = (), *, takes_any_name: bool = False) -> Models:
+    def of(cls, session: AnySession, names: Sequence[str] = (), *, takes_any_name: bool = False) -> Models:
         """One model that is loaded already. names: empty for the model's own."""
         entry = ModelEntry(names or (session.model.name,), session.model.name, session)
         return cls((entry,), takes_any_name=takes_any_name)
@@ -77,14 +77,14 @@ class Models:
         raise ModelNotFound(f"The model `{name}` does not exist; served: {', '.join(self.names)}", param="model")
 
     @asynccontextmanager
-    async def use(self, entry: ModelEntry, request_id: str) -> AsyncGenerator[Session, None]:
+    async def use(self, entry: ModelEntry, request_id: str) -> AsyncGenerator[AnySession, None]:
         """The entry's session, which stays loaded inside the block; loads it first if need be.
 
         request_id: of the request, under which `abort` ends the wait for loading.
         """
         yield entry.session
 
-    def loaded(self) -> tuple[tuple[ModelEntry, Session], ...]:
+    def loaded(self) -> tuple[tuple[ModelEntry, AnySession], ...]:
         return tuple((entry, entry.session) for entry in self.entries)
 
     def health(self) -> str | None:

@@ -9,7 +9,6 @@ The engine sees token ids only and the APIs see events only; everything between 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, nullcontext
@@ -26,7 +25,7 @@ from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.session.adapters import ServedAdapters
 from headrace.session.chat_prompts import ChatPrompts
-from headrace.session.concurrency import TextWork, interleaved
+from headrace.session.concurrency import TextWork, interleaved, submit_together
 from headrace.session.constraint import ChatConstraints
 from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.media import MediaReader, find_media_processor
@@ -237,7 +236,7 @@ class Session:
         async with AsyncExitStack() as open_streams:
             await open_streams.enter_async_context(nullcontext() if self._idle is None else self._idle.put_off())
             prompts = await prepare()
-            outputs = await self._submit(prompts, open_streams)
+            outputs = await submit_together(self._engine, [prompt.request for prompt in prompts], open_streams)
             streams = [self._events(prompt, each) for prompt, each in zip(prompts, outputs, strict=True)]
             usage = usage_of(prompts)
             yield Started(usage.num_prompt_tokens, usage.route, partial(usage_of, prompts))
@@ -273,25 +272,6 @@ class Session:
         reasoning = (choice.reasoning or None) if echoes else None
         answer = ChatMessage("assistant", (TextPart(choice.text),), reasoning)
         self._idle.add(FinishedTurn(request, answer, prompt.request, tuple(choice.token_ids)))
-
-    async def _submit(
-        self, prompts: Sequence[PromptOutputProcessor], open_streams: AsyncExitStack
-    ) -> list[OutputStream]:
-        """Submit all prompts at once, so that the engine accepts them together between two steps.
-
-        Accepted ones are closed with `open_streams`, even if others are refused.
-        """
-        submitting = [asyncio.ensure_future(self._engine.submit(prompt.request)) for prompt in prompts]
-        try:
-            await asyncio.wait(submitting)
-        finally:
-            for task in submitting:
-                task.cancel()
-            settled = await asyncio.gather(*submitting, return_exceptions=True)
-            for each in settled:
-                if not isinstance(each, BaseException):
-                    open_streams.push_async_callback(each.aclose)
-        return [task.result() for task in submitting]
 
     async def _events(self, prompt: PromptOutputProcessor, outputs: OutputStream) -> AsyncGenerator[Event, None]:
         async for output in outputs:

@@ -14,6 +14,7 @@ from headrace.errors import ModelError
 from headrace.isolation import errors_as
 from headrace.text.detokenize import Detokenizer, TokenPieces
 from headrace.text.encoder import EncodedIds, PlainTextEncoder, TextEncoder
+from headrace.text.frames import Frames, find_frames
 from headrace.text.token_bound import TokenBound, find_token_bound
 from headrace.types.model import TokenIds
 
@@ -31,10 +32,13 @@ class Tokenizer:
         eos_token_id: int | None = None,
         chat_template: str | None = None,
         template_variables: dict[str, str] | None = None,
+        has_types: bool = False,
     ) -> None:
+        """has_types: see Frames."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._has_types = has_types
         self._encoder = TextEncoder(backend)
         self._added = backend.get_added_tokens_decoder()
         self._pieces = TokenPieces(backend)
@@ -63,6 +67,7 @@ class Tokenizer:
             eos_token_id=loaded.eos_token_id,
             chat_template=_default_template(loaded.chat_template) or _processor_template(directory),
             template_variables={name: str(text) for name, text in loaded.special_tokens_map.items()},
+            has_types="token_type_ids" in loaded.model_input_names,
         )
 
     @cached_property
@@ -94,6 +99,10 @@ class Tokenizer:
         """Token ids of a text as a document: with BOS, for instance, if the tokenizer adds it."""
         token_ids: list[int] = self._encoder.encode(well_formed(text), frames=True).tolist()
         return token_ids
+
+    @cached_property
+    def frames(self) -> Frames:
+        return find_frames(self._backend, has_types=self._has_types)
 
     def least_num_tokens(self, texts: Iterable[str]) -> int:
         return 0 if self._bound is None else self._bound.least_num_tokens(texts)

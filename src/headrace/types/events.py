@@ -72,6 +72,7 @@ class TokenOutput:
     times: None for an output that no scheduler made.
     num_processed: prompt tokens cached or computed so far; only in outputs without tokens, which come after each step
     of a prompt if asked for.
+    vector: see ChunkResult.
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class TokenOutput:
     stop_token_id: int | None = None
     times: OutputTimes | None = field(default=None, compare=False)
     num_processed: int | None = None
+    vector: bytes | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.types.chat import GenerationOptions
+from headrace.types.pooling import PoolingTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class ModelDescription:
     takes_media: prompts may hold images and videos.
     sparse_draft: the draft model of sparse prefill; None if it is off.
     adapters: those loaded at the start.
+    pooling: of an embedding model or a reranker; None for a model that writes text.
     report: lines for start-up: device, precision, level of each layer class.
     """
 
@@ -66,6 +68,7 @@ class ModelDescription:
     takes_media: bool = False
     sparse_draft: str | None = None
     adapters: tuple[AdapterDescription, ...] = ()
+    pooling: PoolingTraits | None = None
     report: tuple[str, ...] = field(default=())
 
 

@@ -211,6 +211,7 @@ class GenerationRequest:
     reports_progress: while the prompt is computed, outputs say how far it is.
     media: of the prompt's placeholder tokens; None for text alone. sparse_options: for sparse prefill; None if it is
     off and not reported. selected: set by the engine; `prompt` then has only the computed tokens.
+    second_text: of a pair of texts, the index of the second one's first token.
     """
 
     request_id: str
@@ -232,6 +233,7 @@ class GenerationRequest:
     media: PromptMedia | None = None
     sparse_options: SparseOptions | None = None
     selected: SelectedTokens | None = None
+    second_text: int | None = None
 
     @property
     def route(self) -> Route:

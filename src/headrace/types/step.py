@@ -64,6 +64,8 @@ class ChunkResult:
     num_committed: how many of its tokens, accepted drafts included, are now in the sequence's state.
     token_ids: tokens gained: accepted drafts and the token sampled after them; empty if it did not sample.
     num_verified: drafts verified.
+    vector: of a pooling model, float32 in the machine's order, after a prompt's last chunk; the token beside it means
+    nothing.
     logprobs: one for each token gained, if requested.
     prompt_logprobs: of the prompt tokens start + 1 to start + num_committed that exist, if requested: what the chunk's
     tokens predicted.
@@ -75,6 +77,7 @@ class ChunkResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_verified: int = 0
+    vector: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,70 @@
+"""Loads an encoder and makes the engine's parts around it, on the engine's thread."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import replace
+
+import mlx.core as mx
+
+from headrace.backend.device import Device
+from headrace.config import Config
+from headrace.engine.loop import Command, Loop, MemoryPlan, Parts
+from headrace.engine.memory import chosen_context, state_budget
+from headrace.engine.pooling import BATCH_TOKENS, EncoderRunner
+from headrace.engine.warm_up import WarmUp
+from headrace.errors import ModelError
+from headrace.models.pooling.encoder import load_encoder
+from headrace.models.source import ModelFiles
+from headrace.scheduler.admission import MemoryBudget
+from headrace.scheduler.scheduler import Scheduler
+from headrace.types.model import ModelDescription, TokenIds
+from headrace.types.pooling import PoolingTraits
+
+
+def prepare_encoder(
+    config: Config, files: ModelFiles, inbox: queue.SimpleQueue[Command], here: Device, report: tuple[str, ...]
+) -> tuple[Loop, ModelDescription]:
+    """report: lines about the device. Without states and caches: an encoder computes a text as a whole."""
+    knobs = config.engine
+    loaded = load_encoder(files, config.models.dtype, here)
+    weights_bytes = mx.get_active_memory()
+    budget_bytes = state_budget(here.memory_bytes, here.share(knobs.gpu_memory_utilization))
+    memory = MemoryBudget(budget_bytes, loaded.num_bytes)
+    own_context = longest_input(files, loaded.encoder.max_length) or loaded.encoder.max_length
+    max_model_len = chosen_context(knobs.max_model_len, own_context, memory)
+    chunk = BATCH_TOKENS if knobs.prefill_chunk is None else knobs.prefill_chunk
+    scheduler = Scheduler(knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue)
+    warm_up = WarmUp(None, knobs.max_num_seqs, ())
+    plan = MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda")
+    loop = Loop(EncoderRunner(loaded.encoder), scheduler, Parts(), warm_up, plan, inbox)
+    description = ModelDescription(
+        name=files.name,
+        directory=files.directory,
+        model_type=files.model_type,
+        config=files.config,
+        text_config=files.text_config,
+        generation_config=files.generation_config,
+        max_model_len=max_model_len,
+        tokens=TokenIds(loaded.encoder.num_ids),
+        eos_token_ids=(),
+        report=(*report, *loaded.report, f"context: {max_model_len} tokens of an input"),
+        pooling=pooling_traits(files, loaded.width),
+    )
+    return loop, description
+
+
+def longest_input(files: ModelFiles, positions: int | None) -> int | None:
+    """Tokens that a model takes: as many as it has positions, or fewer if its files say so. None if nothing says."""
+    limits = (positions, None if files.recipe is None else files.recipe.max_length)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def pooling_traits(files: ModelFiles, width: int) -> PoolingTraits | None:
+    """width: numbers that the model gives for a text. Raises ModelError if its files say another one."""
+    if files.recipe is None:
+        return None
+    traits = files.recipe.traits
+    if traits.dimensions not in (0, width):
+        raise ModelError(f"{files.name} gives {width} numbers for a text, and its files say {traits.dimensions}")
+    return replace(traits, dimensions=width)

@@ -1,0 +1,98 @@
+"""From the hidden states of a text to its vector or score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+Activation = Callable[[mx.array], mx.array]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": nn.gelu,
+    "gelu_new": nn.gelu_approx,
+    "gelu_pytorch_tanh": nn.gelu_approx,
+    "identity": lambda x: x,
+    "relu": nn.relu,
+    "sigmoid": mx.sigmoid,
+    "silu": nn.silu,
+    "tanh": mx.tanh,
+}
+"""By their names in transformers' configurations, and those of torch's classes in lower case."""
+
+
+def _cls(hidden: mx.array, lengths: mx.array, mask: mx.array) -> mx.array:
+    return hidden[:, 0]
+
+
+def _last(hidden: mx.array, lengths: mx.array, mask: mx.array) -> mx.array:
+    return mx.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1).squeeze(1)
+
+
+def _max(hidden: mx.array, lengths: mx.array, mask: mx.array) -> mx.array:
+    return mx.where(mask, hidden, -mx.inf).max(axis=1)
+
+
+def _sum(hidden: mx.array, mask: mx.array) -> mx.array:
+    return mx.where(mask, hidden, 0).astype(mx.float32).sum(axis=1)
+
+
+def _mean(hidden: mx.array, lengths: mx.array, mask: mx.array) -> mx.array:
+    return _sum(hidden, mask) / lengths[:, None]
+
+
+def _mean_by_root(hidden: mx.array, lengths: mx.array, mask: mx.array) -> mx.array:
+    return _sum(hidden, mask) / mx.sqrt(lengths[:, None])
+
+
+def _weighted_mean(hidden: mx.array, lengths: mx.array, mask: mx.array) -> mx.array:
+    weights = mx.arange(1, hidden.shape[1] + 1)[None, :, None]
+    return _sum(hidden * weights, mask) / (lengths * (lengths + 1) / 2)[:, None]
+
+
+POOLINGS: dict[str, Callable[[mx.array, mx.array, mx.array], mx.array]] = {
+    "cls": _cls,
+    "lasttoken": _last,
+    "max": _max,
+    "mean": _mean,
+    "mean_sqrt_len_tokens": _mean_by_root,
+    "weightedmean": _weighted_mean,
+}
+"""By sentence-transformers' names. Each takes `[B, L, hidden]`, lengths `[B]`, and the mask `[B, L, 1]` of tokens that
+are no padding."""
+
+
+def pool(modes: Sequence[str], hidden: mx.array, lengths: mx.array) -> mx.array:
+    """hidden: `[B, L, hidden]` of texts padded at their ends. Gives `[B, len(modes) * hidden]`."""
+    mask = (mx.arange(hidden.shape[1])[None] < lengths[:, None])[..., None]
+    return mx.concatenate([POOLINGS[mode](hidden, lengths, mask) for mode in modes], axis=-1)
+
+
+class HeadLayer(nn.Module):
+    """A linear layer, its activation, and a norm after it if there is one."""
+
+    def __init__(self, linear: nn.Module, activation: Activation, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = linear
+        self.norm = norm
+        self._activation = activation
+
+    def __call__(self, x: mx.array) -> mx.array:
+        activated = self._activation(self.linear(x))
+        normed: mx.array = activated if self.norm is None else self.norm(activated)
+        return normed
+
+
+class Head(nn.Module):
+    """The layers after pooling; none in most embedding models."""
+
+    def __init__(self, layers: Sequence[HeadLayer] = ()) -> None:
+        super().__init__()
+        self.parts = list(layers)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: `[…, in]`. Gives `[…, out]`."""
+        for part in self.parts:
+            x = part(x)
+        return x

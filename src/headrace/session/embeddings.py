@@ -1,0 +1,218 @@
+"""Requests to an embedding model or a reranker, from texts to vectors or scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.cancellation import run_in_thread
+from headrace.engine.engine import Engine
+from headrace.errors import EngineDead, GenerationFailed, InvalidRequest
+from headrace.session.concurrency import TextWork, submit_together
+from headrace.session.pooling_inputs import PoolingInputs, TokenizedInput
+from headrace.session.prompts import generation_ids
+from headrace.session.session import Session
+from headrace.session.settings import check_prompt_ids, naming, refuse_oversized
+from headrace.text.tokenizer import Tokenizer
+from headrace.types.chat import ChatRequest
+from headrace.types.events import TokenOutput
+from headrace.types.model import ModelDescription, ModelTraits
+from headrace.types.pooling import (
+    EmbeddingRequest,
+    PoolingOptions,
+    PoolingTask,
+    PoolingTraits,
+    PoolingUsage,
+    ScoreRequest,
+)
+from headrace.types.request import GREEDY, GenerationRequest
+from headrace.types.status import EngineStatus, WarmUpStatus
+
+Vectors = npt.NDArray[np.float32]
+
+
+class EmbeddingSession:
+    """Serves requests for vectors and scores with one engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        assert engine.model.pooling is not None, "the model writes text"
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self.pooling: PoolingTraits = engine.model.pooling
+        self._inputs = PoolingInputs(tokenizer, engine.model, self.pooling)
+        self._text_work = TextWork()
+
+    @classmethod
+    def for_engine(cls, engine: Engine) -> EmbeddingSession:
+        """With the tokenizer in the model's folder. Raises ModelError."""
+        return cls(engine, Tokenizer.load(engine.model.directory))
+
+    @property
+    def model(self) -> ModelDescription:
+        return self._engine.model
+
+    @property
+    def kind_and_routes(self) -> tuple[str, str]:
+        """What the model is, and where it is served; for errors and summaries."""
+        if self.pooling.task is PoolingTask.EMBED:
+            return "an embedding model", "/v1/embeddings, /v1/rerank and /v1/score"
+        return "a reranker", "/v1/rerank and /v1/score"
+
+    def refusal(self) -> InvalidRequest:
+        """Of a request for text."""
+        kind, routes = self.kind_and_routes
+        return InvalidRequest(f"{self.model.name} is {kind}: it writes no text. It serves {routes}", param="model")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        return self._tokenizer.template_variables
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._tokenizer.chat_template
+
+    @property
+    def traits(self) -> ModelTraits:
+        return ModelTraits(self.model.max_model_len)
+
+    def health(self) -> str | None:
+        return self._engine.health()
+
+    def warm_up_status(self) -> WarmUpStatus:
+        return self._engine.warm_up_status()
+
+    async def status(self) -> EngineStatus:
+        """Raises EngineDead."""
+        return await self._engine.status()
+
+    async def clear_cache(self) -> int:
+        return await self._engine.clear_cache()
+
+    async def abort(self, request_id: str) -> bool:
+        """Abort one input by its id (see `generation_ids`). Returns False if it is not in progress."""
+        return await self._engine.abort(request_id)
+
+    async def tokenize(self, text: str, *, adds_special_tokens: bool) -> tuple[int, ...]:
+        refuse_oversized((text,), self.model.max_model_len, "prompt")
+        encode = self._tokenizer.encode_document if adds_special_tokens else self._tokenizer.encode
+        return tuple(await self._text_work.run((text,), naming("prompt", encode), text))
+
+    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
+        check_prompt_ids(token_ids, self.model.tokens, "tokens")
+        return await run_in_thread(self._tokenizer.decode_all, token_ids)
+
+    async def tokenize_chat(self, request: ChatRequest) -> tuple[int, ...]:
+        """Raises InvalidRequest: there are no chats."""
+        raise self.refusal()
+
+    async def embed(self, request: EmbeddingRequest) -> tuple[Vectors, PoolingUsage]:
+        """One row per input. Raises RequestError, EngineDead, GenerationFailed, and RequestCancelled."""
+        if self.pooling.task is not PoolingTask.EMBED:
+            kind, routes = self.kind_and_routes
+            raise InvalidRequest(
+                f"{self.model.name} is {kind}: it gives scores and no vectors. It serves {routes}", param="model"
+            )
+        if request.dimensions is not None and request.dimensions > self.pooling.dimensions:
+            raise InvalidRequest(
+                f"dimensions must be at most {self.pooling.dimensions}, not {request.dimensions}", param="dimensions"
+            )
+        texts = [each for each in request.inputs if isinstance(each, str)]
+        inputs = await self._text_work.run(texts, self._inputs.embedded, request)
+        numbers, usage = await self._compute(request.request_id, inputs, request.options)
+        normalizes = self.pooling.normalizes if request.normalizes is None else request.normalizes
+        vectors = numbers[:, : request.dimensions]
+        return _normalized(vectors) if normalizes else vectors, usage
+
+    async def score(self, request: ScoreRequest) -> tuple[list[float], PoolingUsage]:
+        """One number per pair: a reranker's, or the cosine of an embedding model's vectors. Raises as `embed`."""
+        if self.pooling.task is PoolingTask.EMBED:
+            return await self._similarities(request)
+        texts = [text for pair in request.pairs for text in pair]
+        inputs = await self._text_work.run(texts, self._inputs.scored, request)
+        numbers, usage = await self._compute(request.request_id, inputs, request.options)
+        scores = numbers[:, 0].tolist()
+        if self.pooling.is_probability and not request.is_raw:
+            scores = [_sigmoid(score) for score in scores]
+        return scores, usage
+
+    async def _similarities(self, request: ScoreRequest) -> tuple[list[float], PoolingUsage]:
+        """Each text is computed once, with the model's prompt for a query or a document."""
+        inputs, of_pairs = await self._text_work.run(
+            [text for pair in request.pairs for text in pair], self._inputs.compared, request
+        )
+        numbers, usage = await self._compute(request.request_id, inputs, request.options)
+        vectors = _normalized(numbers).astype(np.float64)
+        return [float(vectors[first] @ vectors[second]) for first, second in of_pairs], usage
+
+    async def _compute(
+        self, request_id: str, inputs: Sequence[TokenizedInput], options: PoolingOptions
+    ) -> tuple[Vectors, PoolingUsage]:
+        """The model's numbers `[len(inputs), numbers]`, before normalization and activation."""
+        if (reason := self._engine.health()) is not None:
+            raise EngineDead(f"the engine is not running: {reason}")
+        requests = [
+            GenerationRequest(
+                request_id=each_id,
+                prompt=each.token_ids,
+                sampling=GREEDY,
+                max_tokens=0,
+                session=options.session,
+                priority=options.priority,
+                cache_salt=options.cache_salt,
+                second_text=each.second_text,
+            )
+            for each_id, each in zip(generation_ids(request_id, len(inputs)), inputs, strict=True)
+        ]
+        async with AsyncExitStack() as open_streams:
+            streams = await submit_together(self._engine, requests, open_streams)
+            outputs = [[output async for output in stream][-1] for stream in streams]
+        usage = PoolingUsage(
+            sum(len(each.token_ids) for each in inputs), sum(output.num_cached_tokens for output in outputs)
+        )
+        return np.stack([_vector(output) for output in outputs]), usage
+
+
+AnySession = Session | EmbeddingSession
+"""What serves a model: one that writes text, or one that writes none."""
+
+
+def text_session(session: AnySession) -> Session:
+    """Raises InvalidRequest for a model that writes no text."""
+    if isinstance(session, EmbeddingSession):
+        raise session.refusal()
+    return session
+
+
+def pooling_session(session: AnySession) -> EmbeddingSession:
+    """Raises InvalidRequest for a model that writes text."""
+    if isinstance(session, EmbeddingSession):
+        return session
+    raise InvalidRequest(
+        f"{session.model.name} writes text: it gives no vectors and no scores. Serve an embedding model or a reranker "
+        "for these routes",
+        param="model",
+    )
+
+
+def _vector(output: TokenOutput) -> Vectors:
+    if output.vector is None:
+        raise GenerationFailed("the engine ended an input without a vector")
+    return np.frombuffer(output.vector, np.float32)
+
+
+def _normalized(vectors: Vectors) -> Vectors:
+    """Rows of length 1; a row of zeros stays."""
+    lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+    return (vectors / np.where(lengths == 0, 1.0, lengths)).astype(np.float32)
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
