@@ -120,7 +120,7 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     words = SimpleNamespace(constraints=None)
     monkeypatch.setattr(doctor, "configured_text_pipeline", lambda config: asked.append(config) or words)
     monkeypatch.setattr(doctor.Engine, "launch", lambda *_: engine)
-    monkeypatch.setattr(doctor.Session, "for_engine", lambda engine, words: fake_session(engine))
+    monkeypatch.setattr(doctor, "configured_session", lambda config, engine, words: fake_session(engine))
     monkeypatch.delenv("HEADRACE_MODEL", raising=False)
     assert main(["doctor", "--numerics", "exact"]) == 0
     lines = capsys.readouterr().out.splitlines()

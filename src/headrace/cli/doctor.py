@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace.backend.device import Device, available_memory_bytes, current
 from headrace.backend.doctor import compiler, machine_report
-from headrace.cli.configured import configured_text_pipeline, without_missing_vision
+from headrace.cli.configured import configured_session, configured_text_pipeline, without_missing_vision
 from headrace.cli.doctor_report import write_report
 from headrace.cli.fit import existing, fit, gb
 from headrace.cli.installed import backends_advice, installed_backends, vision_advice
@@ -18,8 +18,6 @@ from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.engine.prepare import preview
-from headrace.session.embeddings import EmbeddingSession
-from headrace.session.session import Session
 
 _LOW_DISK_BYTES = 5_000_000_000
 _LOW_MEMORY_BYTES = 2_000_000_000
@@ -106,7 +104,6 @@ def _loaded_report(config: Config) -> list[str]:
     text = configured_text_pipeline(config)
     engine = Engine.launch(config, None if text is None else text.constraints)
     try:
-        session = EmbeddingSession.for_engine(engine) if text is None else Session.for_engine(engine, text)
-        return [*engine.model.report, *session.notes]
+        return [*engine.model.report, *configured_session(config, engine, text).notes]
     finally:
         engine.stop()

@@ -40,7 +40,7 @@ def load(config: Config) -> Loaded:
     """In a replica's process."""
     config = without_missing_vision(config)
     text = configured_text_pipeline(config)
-    engine = Engine.launch(config, text.constraints)
+    engine = Engine.launch(config, None if text is None else text.constraints)
     session = configured_session(config, engine, text)
     session.start_processes()
     return Loaded(served_models(config, session), engine.stop)

@@ -162,8 +162,7 @@ def _serve(config: Config, engine: Engine, text: TextPipeline | None, listener: 
     details = (*engine.model.report, *session.notes) if config.server.verbose else ()
     for line in (*details, *summary(config, session)):
         print(line, flush=True)
-    if isinstance(session, Session):
-        session.start_processes()
+    session.start_processes()
     ready = ready_text(config, base_url(listener), session)
     progress, tasks = ProgressLine(), set[asyncio.Task[None]]()
 

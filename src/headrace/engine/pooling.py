@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.backend import device
+from headrace.engine.adapters import AdapterPool
 from headrace.engine.draws import Drawn
 from headrace.engine.forward import logits_of
 from headrace.engine.runner import Runner
 from headrace.engine.windows import Window, failures_of
 from headrace.errors import EngineDead, GenerationFailed
 from headrace.isolation import isolate_each
+from headrace.models.lora import Loras
 from headrace.models.pooling.encoder import Encoder, EncoderInput
 from headrace.types.request import GenerationRequest
 from headrace.types.status import DraftStatus
@@ -68,6 +70,7 @@ class EncoderRunner:
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
+        self.adapters = AdapterPool(Loras(encoder.body))
 
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> StepResult:
         """As `Runner.execute`. A text in several chunks is computed with the last one."""

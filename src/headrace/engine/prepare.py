@@ -25,7 +25,7 @@ from headrace.engine.loop import Command, Loop, MemoryPlan, Parts
 from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state, state_budget, state_pool
 from headrace.engine.pool import PrefixPool
 from headrace.engine.pooling import PoolingRunner
-from headrace.engine.prepare_encoder import longest_input, pooling_traits, prepare_encoder
+from headrace.engine.prepare_encoder import check_knobs, longest_input, pooling_traits, prepare_encoder
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.draft import LoadedDraft, load_draft
 from headrace.engine.sparse.prefill import start_sparse
@@ -69,6 +69,8 @@ def prepare(
     here = _current_device(config.models.numerics)
     files = model_files(config)
     knobs = config.engine
+    if files.recipe is not None:
+        check_knobs(config, files)
     if files.is_encoder:
         return prepare_encoder(config, files, inbox, here, (*_device_lines(here, products),))
     loaded = _load(config, files, here, constraints)

@@ -13,7 +13,7 @@ from headrace.engine.loop import Command, Loop, MemoryPlan, Parts
 from headrace.engine.memory import chosen_context, state_budget
 from headrace.engine.pooling import BATCH_TOKENS, EncoderRunner
 from headrace.engine.warm_up import WarmUp
-from headrace.errors import ModelError
+from headrace.errors import ConfigError, ModelError
 from headrace.models.pooling.encoder import load_encoder
 from headrace.models.source import ModelFiles
 from headrace.scheduler.admission import MemoryBudget
@@ -52,6 +52,19 @@ def prepare_encoder(
         pooling=pooling_traits(files, loaded.width),
     )
     return loop, description
+
+
+def check_knobs(config: Config, files: ModelFiles) -> None:
+    """Raise ConfigError for a knob of models that write text."""
+    knobs = config.engine
+    for name, is_set in (
+        ("adapter", bool(config.models.adapter)),
+        ("mtp", knobs.mtp == "on"),
+        ("sparse_draft", knobs.sparse_draft is not None),
+    ):
+        if is_set:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: {files.name} gives vectors or scores, and writes no text", param=name)
 
 
 def longest_input(files: ModelFiles, positions: int | None) -> int | None:

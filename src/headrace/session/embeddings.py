@@ -83,6 +83,9 @@ class EmbeddingSession:
     def traits(self) -> ModelTraits:
         return ModelTraits(self.model.max_model_len)
 
+    def start_processes(self) -> None:
+        """There are none."""
+
     def health(self) -> str | None:
         return self._engine.health()
 
