@@ -21,7 +21,14 @@ def ranked(key: str, replicas: Collection[str]) -> list[str]:
     Each key has an order of its own, the same in every process. A replica that joins or leaves changes the first place
     of only those keys that it gets or had: 1 of N.
     """
-    return sorted(replicas, key=lambda replica: _score(key, replica), reverse=True)
+    seeded = blake2b(key.encode(), digest_size=8)
+
+    def score(replica: str) -> bytes:
+        hashed = seeded.copy()
+        hashed.update(replica.encode())
+        return hashed.digest()
+
+    return sorted(replicas, key=score, reverse=True)
 
 
 def choose(
@@ -37,7 +44,3 @@ def choose(
     # "Consistent hashing with bounded loads": replicas that are too full come last, and keep their order.
     most = bound * sum(loads.values()) / max(1, len(loads)) + spare
     return sorted(ranked(key, loads), key=lambda replica: loads[replica] >= most)
-
-
-def _score(key: str, replica: str) -> bytes:
-    return blake2b(replica.encode(), key=blake2b(key.encode(), digest_size=32).digest(), digest_size=8).digest()
