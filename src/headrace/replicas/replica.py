@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable, Mapping
 
@@ -49,6 +50,9 @@ class Replica:
         name_replica(self.name)
         self._config = config
         self._loaded = load(config)
+        # Everything loaded so far stays; see `headrace.server.run.serve`.
+        gc.collect()
+        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Ray after the constructor."""
