@@ -130,6 +130,7 @@ class ServerConfig:
     host: str = knob("127.0.0.1", "address to listen on; a public one needs --api-key", metavar="ADDRESS")
     port: int = knob(8080, "port to listen on, 0 for any free one", metavar="N", minimum=0, maximum=65535)
     api_key: str | None = knob(None, "key that clients must send as a Bearer token", metavar="KEY", secret=True)
+    open_metrics: bool = knob(False, "answer /metrics and /v1/loads without the key, which gateways do not send there")
     served_model_name: tuple[str, ...] = knob(
         (), "name to answer under, repeatable; automatic: the model's own", metavar="NAME"
     )

@@ -165,6 +165,16 @@ def test_gateways_read_the_memory_in_blocks_of_tokens() -> None:
     assert labels["kv_cache_size_tokens"] == "1000"
 
 
+def test_the_schedulers_of_llm_d_and_of_the_inference_extension_find_what_they_read() -> None:
+    """Names and labels of `pkg/epp/framework/plugins/datalayer/extractor/metrics` in llm-d-inference-scheduler."""
+    page = render(STATUS, "m", PROCESS)
+    samples = {sample.name: sample for family in text_string_to_metric_families(page) for sample in family.samples}
+    read = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+    assert [samples[name].value for name in read] == [2, 3, 0.3]
+    labels = samples["vllm:cache_config_info"].labels
+    assert [int(labels[name]) for name in ("block_size", "num_gpu_blocks")] == [16, 62]
+
+
 def test_an_empty_or_missing_budget_is_no_division_by_zero() -> None:
     empty = replace(STATUS, memory=MemoryStatus(0, 0, 0, 0, 0, 0, 0, 0, 0))
     assert value(read(render(empty, "m", PROCESS)), "vllm:kv_cache_usage_perc") == 0

@@ -85,6 +85,15 @@ def test_metrics_are_told_in_the_text_format() -> None:
     assert 'vllm:generation_tokens_total{model_name="mine",engine="0"} 2\n' in response.text
 
 
+def test_gateways_without_the_key_may_read_the_load_if_the_operator_says_so() -> None:
+    async def conversation(client: httpx.AsyncClient) -> list[int]:
+        paths = ("/metrics", "/v1/loads", "/v1/status", "/v1/models", "/health")
+        return [(await client.get(path)).status_code for path in paths]
+
+    assert talk(FakeEngine(), conversation, ServerConfig(api_key="k", open_metrics=True)) == [200, 200, 401, 401, 200]
+    assert talk(FakeEngine(), conversation, ServerConfig(api_key="k")) == [401, 401, 401, 401, 200]
+
+
 def test_the_owner_of_models_and_the_load_of_the_engine_are_what_gateways_ask_for() -> None:
     async def conversation(client: httpx.AsyncClient) -> list[Any]:
         paths = ("/v1/models", "/v1/models/fake-model", "/v1/loads?include=core", "/v1/loads?include=x", "/version")

@@ -96,6 +96,8 @@ log = logging.getLogger("headrace.server")
 # Supervisors' probes carry no key, and health reveals nothing.
 _OPEN_PATHS = frozenset({"/health", "/"})
 
+_METRICS_PATHS = frozenset({"/metrics", "/v1/loads"})
+
 _PAGE_FILES = "/page/"
 """Below it and at / are the page's static files: the same for all, and the page asks for the key itself."""
 
@@ -124,6 +126,7 @@ class Guard:
         self._app = app
         self._live = live
         self._errors = errors
+        self._open_paths = _OPEN_PATHS | (_METRICS_PATHS if config.open_metrics else frozenset())
         self._key = config.api_key.encode() if config.api_key is not None else None
         self._own_names = own_names
         self._drain = drain
@@ -183,11 +186,14 @@ class Guard:
             return _refusal(scope, headers, OriginRefused(message))
         if allowed and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             return _preflight(headers)
-        if not _is_open(scope["path"]) and not self._has_key(headers):
+        if not self._is_open(scope["path"]) and not self._has_key(headers):
             return _refusal(scope, headers, _key_error(headers))
         if self._drain.refuses(scope["method"], scope["path"]):
             return _refusal(scope, headers, draining_error())
         return self._app
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open_paths or path.startswith(_PAGE_FILES)
 
     def _allowed(self, origin: str | None) -> str | None:
         listed = origin in self._allowed_origins or "*" in self._allowed_origins
@@ -199,10 +205,6 @@ class Guard:
         sent = [_bearer(value) for value in headers.getlist("authorization")] + headers.getlist("x-api-key")
         # Headers are latin-1 on the wire; a key is the bytes its client sent.
         return bool(sent) and all(hmac.compare_digest(each.encode("latin-1"), self._key) for each in sent)
-
-
-def _is_open(path: str) -> bool:
-    return path in _OPEN_PATHS or path.startswith(_PAGE_FILES)
 
 
 def _is_polled(path: str) -> bool:
