@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from ray import serve
 from starlette.applications import Starlette
@@ -68,11 +68,11 @@ class Replica:
         """This replica's own answer, for another replica."""
         return await answer_of(self._app, self.name, method, path, headers)
 
-    def _stop(self) -> None:
+    async def _stop(self) -> None:
         self._app.state.feed.close()
         if self._app.state.spans is not None:
-            self._app.state.spans.close(_SPANS_S)
-        self._loaded.stop()
+            await asyncio.to_thread(self._app.state.spans.close, _SPANS_S)
+        await asyncio.to_thread(self._loaded.stop)
 
 
 class ReplicaApp:
@@ -82,7 +82,7 @@ class ReplicaApp:
     what a connection of its own would give it: the message that the client has disconnected.
     """
 
-    def __init__(self, app: Starlette, name: str, stop: Callable[[], None]) -> None:
+    def __init__(self, app: Starlette, name: str, stop: Callable[[], Awaitable[None]]) -> None:
         self._app = app
         self._name = name
         self._stop = stop
@@ -112,7 +112,7 @@ class ReplicaApp:
         await receive()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        await asyncio.to_thread(self._stop)
+        await self._stop()
         await send({"type": "lifespan.shutdown.complete"})
 
 
