@@ -139,6 +139,11 @@ class ServerConfig:
         "owner of the models in /v1/models, by which some gateways tell the kind of a server: vllm, for one",
         metavar="NAME",
     )
+    adapter_dir: str | None = knob(
+        None,
+        "folder whose adapters clients may load while serving, with POST /v1/load_lora_adapter",
+        metavar="FOLDER",
+    )
     strict_model_name: bool = knob(False, "refuse requests for any other model name")
     allowed_origin: tuple[str, ...] = knob((), "browser origin that may call the server, repeatable", metavar="URL")
     page: str = knob("on", "serve a page at / to chat and to watch the engine", choices=("on", "off"))

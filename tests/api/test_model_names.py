@@ -12,13 +12,14 @@ MODELS = {"small": 100, "org/Small-1B": 200}
 
 
 def test_the_list_has_every_served_name() -> None:
-    listed = model_list(MODELS, 5, "headrace")
+    listed = model_list(MODELS, 5, "headrace", {"org/Small-1B": "small"})
     assert [Model.model_validate(each).id for each in listed["data"]] == list(MODELS)
     assert listed["object"] == "list"
     assert [each["max_model_len"] for each in listed["data"]] == [100, 200]
+    assert [each["parent"] for each in listed["data"]] == [None, "small"]
 
 
 def test_one_model_is_found_by_its_name_only() -> None:
-    assert one_model("org/Small-1B", MODELS, 5, "headrace")["id"] == "org/Small-1B"
+    assert one_model("org/Small-1B", MODELS, 5, "headrace", {})["id"] == "org/Small-1B"
     with pytest.raises(ModelNotFound, match="small, org/Small-1B"):
-        one_model("gpt-9", MODELS, 5, "headrace")
+        one_model("gpt-9", MODELS, 5, "headrace", {})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import random
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -141,7 +143,7 @@ async def test_adapters_never_share_prompts_on_disk(family: str, folders: dict[s
     assert again == token_ids
 
 
-async def running(engine: Engine, adapter: str | None, max_tokens: int) -> AsyncIterator[int]:
+async def running(engine: Engine, adapter: str | None, max_tokens: int) -> AsyncGenerator[int, None]:
     """Output tokens one by one."""
     request = GenerationRequest(f"r{next(numbers)}", PROMPT, GREEDY, max_tokens, adapter=adapter)
     async for output in await engine.submit(request):
@@ -190,6 +192,60 @@ async def test_a_broken_adapter_changes_nothing(
         await engine.load_adapter(tmp_path)
     token_ids += [token_id async for token_id in stream]
     assert tuple(token_ids) == expected(family, folders["first"])
+
+
+async def test_random_programs_of_loads_drops_and_requests(engine: Engine, folders: dict[str, Path]) -> None:
+    """Requests finish as with their adapter alone, or are refused at once; dropped adapters leave no bytes."""
+    draw = random.Random(3)
+    before = (await engine.status()).memory
+    prompts = [tuple(draw.randrange(150) for _ in range(draw.choice((3, 20, 40)))) for _ in range(4)]
+    loaded: dict[str, str] = {}
+    for name in ("first", "second", "third"):
+        loaded[name] = await engine.load_adapter(folders[name])
+    adapters = [None, *loaded.values()]
+    alone = {
+        (adapter, prompt): (await answer(engine, adapter, prompt, salt="alone"))[0]
+        for adapter in adapters
+        for prompt in prompts
+    }
+    num_refused = 0
+
+    async def request(adapter: str | None, prompt: tuple[int, ...]) -> None:
+        nonlocal num_refused
+        try:
+            found, _ = await answer(engine, adapter, prompt, salt=draw.choice(("", "other")))
+        except ModelNotFound:
+            num_refused += 1
+            return
+        assert found == alone[adapter, prompt]
+
+    async def cancelled(adapter: str | None) -> None:
+        stream = running(engine, adapter, 50)
+        with suppress(ModelNotFound):
+            await anext(stream)
+        await stream.aclose()
+
+    work = []
+    for _ in range(80):
+        name = draw.choice(sorted(loaded))
+        action = draw.random()
+        if action < 0.15:
+            await engine.drop_adapter(loaded[name])
+        elif action < 0.35:
+            assert await engine.load_adapter(folders[name]) == loaded[name]
+        elif action < 0.45:
+            work.append(asyncio.create_task(cancelled(draw.choice(adapters))))
+        else:
+            work.append(asyncio.create_task(request(draw.choice(adapters), draw.choice(prompts))))
+        await asyncio.sleep(draw.choice((0, 0, 0.01)))
+    await asyncio.gather(*work)
+    assert 0 < num_refused < len(work) / 2
+    for fingerprint in loaded.values():
+        await engine.drop_adapter(fingerprint)
+    await answer(engine, None)
+    memory = (await engine.status()).memory
+    assert memory.adapters_bytes == 0
+    assert memory.budget_bytes == before.budget_bytes + before.adapters_bytes
 
 
 @pytest.mark.parametrize(

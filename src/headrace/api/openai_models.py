@@ -15,25 +15,28 @@ from headrace.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from headrace.types.chat import ChatRequest
 
 
-def model_list(models: Mapping[str, int], created: int, owned_by: str) -> dict[str, Any]:
-    """models: the context of each served name, in tokens."""
-    data = [_model(name, created, context, owned_by) for name, context in models.items()]
+def model_list(models: Mapping[str, int], created: int, owned_by: str, parents: Mapping[str, str]) -> dict[str, Any]:
+    """models: the context of each served name, in tokens. parents: the model's name by its adapters'."""
+    data = [_model(name, created, context, owned_by, parents.get(name)) for name, context in models.items()]
     return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
 
 
-def one_model(asked: str, models: Mapping[str, int], created: int, owned_by: str) -> dict[str, Any]:
+def one_model(
+    asked: str, models: Mapping[str, int], created: int, owned_by: str, parents: Mapping[str, str]
+) -> dict[str, Any]:
     """One served name. Raises ModelNotFound."""
     if asked not in models:
         raise ModelNotFound(f"The model `{asked}` does not exist; served: {', '.join(models)}", param="model")
-    return _model(asked, created, models[asked], owned_by)
+    return _model(asked, created, models[asked], owned_by, parents.get(asked))
 
 
-def _model(name: str, created: int, max_model_len: int, owned_by: str) -> dict[str, Any]:
+def _model(name: str, created: int, max_model_len: int, owned_by: str, parent: str | None) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": owned_by,
+        "parent": parent,
         "max_model_len": max_model_len,
         "type": "model",
         "display_name": name,

@@ -109,14 +109,21 @@ def _load_error(error: BaseException) -> ModelError:
     return ModelError(f"the adapter can't be loaded: {type(error).__name__}")
 
 
-def load_adapters(given: Sequence[str], loaded: LoadedModel) -> tuple[AdapterPool, tuple[AdapterDescription, ...]]:
-    """The adapters of the command line, each NAME=FOLDER. Raises ConfigError and ModelError."""
+def load_adapters(
+    given: Sequence[str], taken: Sequence[str], loaded: LoadedModel
+) -> tuple[AdapterPool, tuple[AdapterDescription, ...]]:
+    """The adapters of the command line, each NAME=FOLDER. taken: the model's own names.
+
+    Raises ConfigError and ModelError.
+    """
     pool = AdapterPool(loaded.packed.loras, getattr(mx, loaded.precision))
     found: dict[str, AdapterDescription] = {}
     for one in given:
         name, equals, folder = one.partition("=")
         if not (name and equals and folder):
             raise ConfigError(f"--adapter {one}: it is given as NAME=FOLDER", param="adapter")
+        if name in taken:
+            raise ConfigError(f"--adapter {one}: the model itself has the name {name}", param="adapter")
         if name in found:
             raise ConfigError(f"--adapter {one}: the name {name} is given twice", param="adapter")
         with _named(name):

@@ -79,7 +79,8 @@ def prepare(
     drafting = DrafterSetup(None, None, ()) if is_pooling else prepare_drafting(as_held, files, loaded, here)
     found = None if is_pooling else _find_tower(config, files, loaded, here)
     draft = None if is_pooling else _find_draft(config, files, loaded, here)
-    adapters, named_adapters = load_adapters(config.models.adapter, loaded)
+    taken = files.name, *config.server.served_model_name
+    adapters, named_adapters = load_adapters(config.models.adapter, taken, loaded)
     weights_bytes = mx.get_active_memory() - adapters.num_bytes
     wired = () if here.mac is None else (wire(here.mac, knobs.wired, weights_bytes),)
     budget_bytes = state_budget(here.memory_bytes, here.share(knobs.gpu_memory_utilization))

@@ -65,16 +65,16 @@ def read_adapter(folder: Path) -> AdapterFiles:
     """Read the config, and the weights' bytes for the fingerprint. Any thread may. Raises ModelError."""
     folder = folder.expanduser()
     if not folder.is_dir():
-        raise ModelError(f"there is no folder {folder}")
+        raise ModelError(f"there is no folder {folder.name}")
     try:
         text = (folder / CONFIG).read_bytes()
         config = json.loads(text)
     except OSError as error:
-        raise ModelError(f"{folder} holds no {CONFIG} that can be read") from error
+        raise ModelError(f"{folder.name} holds no {CONFIG} that can be read") from error
     except ValueError as error:
-        raise ModelError(f"{folder / CONFIG} is no JSON") from error
+        raise ModelError(f"{CONFIG} is no JSON") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{folder / CONFIG} must hold an object")
+        raise ModelError(f"{CONFIG} must hold an object")
     weights = folder / (PEFT if "peft_type" in config else MLX_LM)
     digest = blake2b(text, digest_size=16)
     try:
@@ -82,7 +82,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
             while block := file.read(1 << 22):
                 digest.update(block)
     except OSError as error:
-        raise ModelError(f"{folder} holds no {weights.name} that can be read") from error
+        raise ModelError(f"{folder.name} holds no {weights.name} that can be read") from error
     return AdapterFiles(weights, config, digest.hexdigest())
 
 
@@ -95,9 +95,9 @@ def fit_adapter(files: AdapterFiles, model: Loras, dtype: mx.Dtype) -> dict[str,
     try:
         tensors = mx.load(str(files.weights))
     except RuntimeError as error:
-        raise ModelError(f"{files.weights} is no safetensors file that can be read") from error
+        raise ModelError(f"{files.weights.name} is no safetensors file that can be read") from error
     if not isinstance(tensors, dict) or not tensors:
-        raise ModelError(f"{files.weights} holds no tensors")
+        raise ModelError(f"{files.weights.name} holds no tensors")
     by_path: dict[str, dict[str, mx.array]] = {}
     for name, tensor in tensors.items():
         path, part, array = (_peft_part if files.is_peft else _mlx_lm_part)(name, tensor)

@@ -170,7 +170,8 @@ class AnswerRoute(Generic[Asked]):
                 call = await read(session.traits)
                 call = replace(call, request=replace(call.request, request_id=request_id))
                 answer.encoder = self._dialect.encoder(call, AnswerHeading(request_id, target.name))
-            async with aclosing(self._dialect.events(text_session(session), call.request)) as events:
+            asked = replace(call.request, options=replace(call.request.options, adapter=target.adapter))
+            async with aclosing(self._dialect.events(text_session(session), asked)) as events:
                 async for event in events:
                     yield event
 

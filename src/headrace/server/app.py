@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
+from headrace.server.adapter_routes import AdapterRoutes
 from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect, messages_dialect
 from headrace.server.bookkeeping import LiveRequests, RecentErrors, RequestRecord, UnknownFields
 from headrace.server.client_routes import client_routes
@@ -61,6 +62,7 @@ def build_app(models: Models, config: ServerConfig) -> Starlette:
             Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
             *_pooling_routes(PoolingRoutes(models, config, live, ignored)),
             *model_routes(models, config),
+            *AdapterRoutes(models, config, ignored).routes,
             *client_routes(models, config),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/tokenizer_info", tokens.tokenizer_info),

@@ -19,10 +19,11 @@ def model_routes(served: Models, config: ServerConfig) -> list[Route]:
     created = int(time.time())
 
     async def models(request: Request) -> Response:
-        return JSONResponse(model_list(_listed(served), created, config.owned_by))
+        return JSONResponse(model_list(_listed(served), created, config.owned_by, _parents(served)))
 
     async def model(request: Request) -> Response:
-        return JSONResponse(one_model(request.path_params["name"], _listed(served), created, config.owned_by))
+        name = request.path_params["name"]
+        return JSONResponse(one_model(name, _listed(served), created, config.owned_by, _parents(served)))
 
     async def props(request: Request) -> Response:
         target = served.resolve(request.query_params.get("model"))
@@ -51,4 +52,11 @@ def model_routes(served: Models, config: ServerConfig) -> list[Route]:
 
 
 def _listed(models: Models) -> dict[str, int]:
-    return {name: entry.session.model.max_model_len for entry in models.entries for name in entry.names}
+    return {
+        name: entry.session.model.max_model_len for entry in models.entries for name in (*entry.names, *entry.adapters)
+    }
+
+
+def _parents(models: Models) -> dict[str, str]:
+    """The main name of each adapter's model."""
+    return {name: entry.name for entry in models.entries for name in entry.adapters}

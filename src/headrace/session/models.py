@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from headrace.errors import InvalidRequest, ModelNotFound
-from headrace.session.embeddings import AnySession
+from headrace.session.embeddings import AnySession, EmbeddingSession
 from headrace.types.model import ModelTraits
 from headrace.types.status import WarmUpStatus
 
@@ -26,6 +26,11 @@ class ModelEntry:
         return self.names[0]
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names under which the model answers with an adapter."""
+        return () if isinstance(self.session, EmbeddingSession) else self.session.adapters.names
+
+    @property
     def traits(self) -> ModelTraits | None:
         """None while it is not loaded."""
         return self.session.traits
@@ -33,10 +38,11 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a request's model name means. name: as the answer shows it."""
+    """What a request's model name means. name: as the answer shows it. adapter: its name; None for none."""
 
     entry: ModelEntry
     name: str
+    adapter: str | None = None
 
 
 class Models:
@@ -61,13 +67,15 @@ class Models:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for entry in self.entries for name in entry.names)
+        return tuple(name for entry in self.entries for name in (*entry.names, *entry.adapters))
 
     def resolve(self, name: str | None) -> Target:
         """The model of this name. Raises ModelNotFound, and InvalidRequest without a name."""
         for entry in self.entries:
             if name in entry.names:
                 return Target(entry, str(name))
+            if name in entry.adapters:
+                return Target(entry, str(name), name)
             if name == entry.source:
                 return Target(entry, entry.name)
         if self._takes_any_name or (name is None and len(self.entries) == 1 and not self._needs_name):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
+from headrace.session.adapters import ServedAdapters
 from headrace.session.output_processor import ChoiceOutputProcessor, PromptOutputProcessor
 from headrace.session.scores import Scorer
 from headrace.session.settings import (
@@ -31,8 +32,9 @@ from headrace.types.request import GenerationRequest
 class Generations:
     """Builds requests for one engine."""
 
-    def __init__(self, model: ModelDescription, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: ModelDescription, tokenizer: Tokenizer, adapters: ServedAdapters) -> None:
         self.model = model
+        self._adapters = adapters
         self._tokenizer = tokenizer
 
     def check(self, request: ChatRequest | CompletionRequest) -> None:
@@ -54,7 +56,7 @@ class Generations:
     ) -> GenerationRequest:
         """The request for one prompt. param: the field it comes from.
 
-        Raises ContextTooLong and InvalidRequest, naming that field.
+        Raises ContextTooLong and InvalidRequest, naming that field, and ModelNotFound for an unknown adapter.
         """
         if self._tokenizer.token_ids.end > self.model.tokens.end:
             # a text may contain tokens that the weights have no rows for
@@ -78,7 +80,7 @@ class Generations:
             session=options.session,
             priority=options.priority,
             cache_salt=options.cache_salt,
-            adapter=options.adapter,
+            adapter=self._adapters.fingerprint(options.adapter),
             max_draft_tokens=options.max_draft_tokens,
             reports_progress=options.reports_progress,
             media=media,

@@ -83,7 +83,8 @@ class Session:
         self._scorer = Scorer(tokenizer)
         self._model_defaults = model_defaults(engine.model.generation_config)
         self._server_defaults = defaults or {}
-        self._generations = Generations(engine.model, tokenizer)
+        self.adapters = ServedAdapters(engine, engine.model.adapters)
+        self._generations = Generations(engine.model, tokenizer, self.adapters)
         self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
         self._num_malformed_calls = 0
         self._num_call_violations = 0
@@ -94,7 +95,6 @@ class Session:
         self._chats = ChatPrompts(
             self._generations, tokenizer, template, family, self._constraints, media, self._scorer, self._text_work
         )
-        self.adapters = ServedAdapters(engine, engine.model.adapters)
         self._idle = IdleTurns(engine, self._chats.render_answered) if prepares_turns else None
 
     @classmethod

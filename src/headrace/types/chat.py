@@ -110,7 +110,7 @@ class GenerationOptions:
     counts_progress: every event has token counts, not only the last.
     reports_progress: events say how far the prompt is.
     sparse_prefill: True, False, or None to leave it to the server. sparse_keep: share of the uncached tokens to
-    compute; None is the server's.
+    compute; None is the server's. adapter: the name of one; None for the model alone.
     """
 
     sampling: SamplingParams = SamplingParams()
