@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from embedding_models import FOLDER
+from models import tiny_fused
 
 from headrace.backend import device
 from headrace.engine.pooling import BATCH_TOKENS, PADDING_SHARE, batches
+from headrace.models.packed import Row
 from headrace.models.pooling import attention
 from headrace.models.pooling.attention import attend
 from headrace.models.pooling.encoder import EncoderInput, load_encoder
-from headrace.models.pooling.head import pool
+from headrace.models.pooling.head import Head, pool
+from headrace.models.pooling.trunk import Trunk
+from headrace.models.selfcheck import check
 from headrace.models.source import read_files
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import StatePool
 
 
 def test_each_pooling_is_what_its_name_says() -> None:
@@ -76,3 +83,23 @@ def test_what_pads_a_text_does_not_show(name: str) -> None:
     short, long = EncoderInput([2, 9, 11, 3]), EncoderInput([2, *range(5, 45), 3])
     alone = np.concatenate([np.array(encoder([each])) for each in (short, long)])
     assert np.abs(np.array(encoder([short, long])) - alone).max() <= 1e-5 * max(1.0, float(np.abs(alone).max()))
+
+
+@pytest.mark.gpu
+def test_a_trunk_takes_our_kernels_and_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_fused.build(tiny_fused.widen("qwen3", monkeypatch))
+    trunk = Trunk(model.model, Head())
+    trunk.eval()
+    checked = check(trunk, tiny_fused.KERNELS, trunk.num_ids, tiny_fused.DTYPE)
+    assert not checked.lowered
+    assert checked.packed.is_compiled
+    rows = [Row(SequenceState(StatePool()), [3, 5, 8]), Row(SequenceState(StatePool()), list(range(1, 30)))]
+    for row in rows:
+        row.state.begin(len(row.token_ids))
+    found = checked.packed.forward(rows, [2, 31])
+    mx.eval(found)
+    checked.packed.restore()
+    for row, numbers in zip(rows, np.array(found.astype(mx.float32)), strict=True):
+        alone = np.array(trunk(mx.array([row.token_ids]))[0, -1].astype(mx.float32))
+        cosine = numbers @ alone / np.linalg.norm(numbers) / np.linalg.norm(alone)
+        assert cosine > 0.999
