@@ -174,6 +174,25 @@ def test_too_long_inputs_are_refused_by_name_or_cut(bert: EmbeddingSession) -> N
         assert np.abs(cut - by_ids).max() <= SHARED
 
 
+def test_a_cut_that_leaves_nothing_is_refused_by_its_own_name(bert: EmbeddingSession) -> None:
+    for length in (1, 2):
+        with pytest.raises(
+            InvalidRequest, match=f"truncate_prompt_tokens {length} leaves no token of an input"
+        ) as caught:
+            embed(bert, "river", options=PoolingOptions(Truncation(length)))
+        assert caught.value.param == "truncate_prompt_tokens"
+    refused = pytest.raises(InvalidRequest, match="20 leaves no token of a document")
+    with embedding_session("qwen_reranker") as reranker, refused:
+        score(reranker, PAIRS[0], options=PoolingOptions(Truncation(20)))
+
+
+def test_more_inputs_than_the_engine_gets_at_once_come_back_in_order(bert: EmbeddingSession) -> None:
+    texts = [f"{'river ' * (number % 7)}{number}" for number in range(600)]
+    found = embed(bert, *texts)
+    for index in (0, 255, 256, 599):
+        assert np.abs(found[index] - embed(bert, texts[index])[0]).max() <= SHARED
+
+
 def test_pairs_are_cut_from_the_longer_text(bert: EmbeddingSession) -> None:
     with embedding_session("bert_pairs", max_model_len=40) as pairs:
         with pytest.raises(ContextTooLong, match="documents resulted in") as caught:

@@ -32,6 +32,9 @@ from headrace.types.pooling import (
 from headrace.types.request import GREEDY, GenerationRequest
 from headrace.types.status import EngineStatus, WarmUpStatus
 
+_INPUTS_AT_ONCE = 256
+"""Inputs of one request that the engine has at a time: more would make its queue slow, and fill no further step."""
+
 Vectors = npt.NDArray[np.float32]
 
 
@@ -174,13 +177,23 @@ class EmbeddingSession:
             )
             for each_id, each in zip(generation_ids(request_id, len(inputs)), inputs, strict=True)
         ]
-        async with AsyncExitStack() as open_streams:
-            streams = await submit_together(self._engine, requests, open_streams)
-            outputs = [[output async for output in stream][-1] for stream in streams]
+        outputs = await self._outputs(requests)
         usage = PoolingUsage(
             sum(len(each.token_ids) for each in inputs), sum(output.num_cached_tokens for output in outputs)
         )
         return np.stack([_vector(output) for output in outputs]), usage
+
+    async def _outputs(self, requests: Sequence[GenerationRequest]) -> list[TokenOutput]:
+        """The last output of each request. Those of similar length run together, which an encoder pads least."""
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
+        found: dict[int, TokenOutput] = {}
+        for lo in range(0, len(order), _INPUTS_AT_ONCE):
+            part = order[lo : lo + _INPUTS_AT_ONCE]
+            async with AsyncExitStack() as open_streams:
+                streams = await submit_together(self._engine, [requests[index] for index in part], open_streams)
+                for index, stream in zip(part, streams, strict=True):
+                    found[index] = [output async for output in stream][-1]
+        return [found[index] for index in range(len(requests))]
 
 
 AnySession = Session | EmbeddingSession

@@ -129,6 +129,8 @@ class PoolingInputs:
             room = len(of_document)
         num_kept = min(room, len(of_document) if most is None else most)
         if num_kept < len(of_document):
+            if num_kept < 1 and limit < self._model.max_model_len:
+                raise _no_room(limit, "a document")
             if num_kept < 1:
                 self._refuse(len(token_ids), request.query_field)
             kept = _cut(of_document, num_kept, keeps_end=cut is not None and cut.keeps_end)
@@ -179,6 +181,8 @@ class PoolingInputs:
             return token_ids
         if cut is None:
             self._refuse(len(token_ids) + num_special, param)
+        if room < 1:
+            raise _no_room(self._limit(cut), "an input")
         return _cut(token_ids, room, keeps_end=cut is not None and cut.keeps_end)
 
     def _refuse(self, num_tokens: int, param: str) -> None:
@@ -199,6 +203,11 @@ def prompt_of(traits: PoolingTraits, prompt_name: str | None, input_type: str | 
             raise InvalidRequest(f"input_type {input_type!r} is unknown; {known}", param="input_type")
         return next((traits.prompts[name] for name in _INPUT_TYPES[input_type] if name in traits.prompts), "")
     return "" if traits.default_prompt is None else traits.prompts[traits.default_prompt]
+
+
+def _no_room(limit: int, what: str) -> InvalidRequest:
+    message = f"truncate_prompt_tokens {limit} leaves no token of {what} beside what surrounds it"
+    return InvalidRequest(message, param="truncate_prompt_tokens")
 
 
 def _cut(token_ids: Ids, num_tokens: int, *, keeps_end: bool) -> Ids:
