@@ -29,7 +29,7 @@ NAMES = (
 """Patterns in the checkpoints' names of tensors, and what replaces them; the last two are of TensorFlow's."""
 
 
-class Layer(nn.Module):
+class BertLayer(nn.Module):
     def __init__(self, width: int, inner: int, num_heads: int, eps: float, activation: Activation) -> None:
         super().__init__()
         self.query = nn.Linear(width, width)
@@ -66,7 +66,7 @@ class Bert(nn.Module):
         self.token_type_embeddings = nn.Embedding(config.get("type_vocab_size", 2), width)
         self.norm = nn.LayerNorm(width, eps)
         self.layers = [
-            Layer(width, config["intermediate_size"], config["num_attention_heads"], eps, activation)
+            BertLayer(width, config["intermediate_size"], config["num_attention_heads"], eps, activation)
             for _ in range(config["num_hidden_layers"])
         ]
 

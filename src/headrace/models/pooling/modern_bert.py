@@ -43,7 +43,7 @@ class GatedMLP(nn.Module):
         return narrowed
 
 
-class Layer(nn.Module):
+class ModernBertLayer(nn.Module):
     def __init__(self, config: Mapping[str, Any], index: int) -> None:
         super().__init__()
         width = config["hidden_size"]
@@ -71,7 +71,7 @@ class ModernBert(nn.Module):
         self.max_length: int = config["max_position_embeddings"]
         self.tok_embeddings = nn.Embedding(config["vocab_size"], config["hidden_size"])
         self.norm = norm_of(config)
-        self.layers = [Layer(config, index) for index in range(config["num_hidden_layers"])]
+        self.layers = [ModernBertLayer(config, index) for index in range(config["num_hidden_layers"])]
         self.final_norm = norm_of(config)
 
     def __call__(self, ids: mx.array, lengths: mx.array, types: mx.array) -> mx.array:
