@@ -120,6 +120,28 @@ def test_an_error_is_named_by_its_code(
     assert "secret" not in span.to_json()
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (CHAT, "chat m"),
+        ("/v1/messages", "chat m"),
+        ("/v1/responses", "chat m"),
+        ("/v1/completions", "text_completion m"),
+        ("/v1/embeddings", "embeddings m"),
+        ("/v2/rerank", "rerank m"),
+    ],
+)
+def test_the_operation_is_that_of_the_conventions(path: str, name: str, exporter: InMemorySpanExporter) -> None:
+    """https://opentelemetry.io/docs/specs/semconv/registry/attributes/gen-ai/; rerank has no name there."""
+    record = RequestRecord("r", "POST", path)
+    record.begin_answer("a", "m")
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    RequestSpans(provider).add(record, {})
+    (span,) = exporter.get_finished_spans()
+    assert span.name == name
+
+
 def test_phases_are_spans_inside_with_the_engines_times(exporter: InMemorySpanExporter) -> None:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -21,8 +21,8 @@ from opentelemetry.util.types import AttributeValue
 from headrace import __version__
 from headrace.server.bookkeeping import RequestRecord
 
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
-"""`gen_ai.operation.name` of answers by path; the others are chats."""
+_OPERATIONS = {"completions": "text_completion", "messages": "chat", "responses": "chat"}
+"""`gen_ai.operation.name` by the last part of an answer's path, where that is not the name itself (`embeddings`)."""
 
 _ANSWER = {
     "gen_ai.response.id": "answer_id",
@@ -112,7 +112,10 @@ def _name(record: RequestRecord, fields: Mapping[str, object]) -> str:
 
 
 def _operation(record: RequestRecord) -> str:
-    return _OPERATIONS.get(record.path, "chat")
+    if record.path == "/v1/chat/completions":
+        return "chat"
+    kind = record.path.rpartition("/")[2]
+    return _OPERATIONS.get(kind, kind)
 
 
 def _nanoseconds(seconds: float) -> int:
