@@ -1,13 +1,14 @@
 """What drafts are worth: tokens per second with and without them, by job and by the number of rows.
 
     python -m training.draft_speed [--jobs talk random] [--rows 1 4 8] [--tokens 256] [--repeats 5] [--model FOLDER]
+        [--draft-model miniature-draft]
 
 Each row asks for one answer after another, each to its own end, so that no text counts that the model was not taught to
 say, until the rows have `--tokens` tokens each. What is timed is each answer from its first token to its last. Each
 figure is the median of ratios within one run: the same requests without drafts and with them, in turn, after rounds of
 both that build what they need. Text of the miniature's own jobs is easy to draft for; random prompts give text that is
-hard to, which goes on to the full length. Of a larger model's costs tells what `training.widened` makes of the
-miniature, as --model.
+hard to, which goes on to the full length. The drafts are the prediction head's, or with --draft-model that model's. Of
+a larger model's costs tells what `training.widened` makes of the miniature, as --model.
 """
 
 import argparse
@@ -135,8 +136,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", default="miniature")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--draft-model", default=None)
     given = parser.parse_args()
-    engine = Engine.launch(Config(given.model, ModelConfig(dtype=given.dtype), EngineConfig()))
+    engine = Engine.launch(
+        Config(given.model, ModelConfig(dtype=given.dtype), EngineConfig(draft_model=given.draft_model))
+    )
     print("\n".join(engine.model.report))
     asyncio.run(measure(engine, given.jobs, given.rows, given.tokens, given.repeats))
     engine.stop()

@@ -91,6 +91,12 @@ class EngineConfig:
         "speculative decoding with the model's own prediction head: auto if it has one; the output is the same",
         choices=("auto", "on", "off"),
     )
+    draft_model: str | None = knob(
+        None,
+        "small model with the same tokens that drafts instead of a prediction head (speculative decoding); the output "
+        "is the same",
+        metavar="MODEL",
+    )
     max_draft_tokens: int = knob(4, "draft tokens at once, 0 for none", metavar="N", minimum=0, maximum=16)
     sparse_draft: str | None = knob(
         None,

@@ -1,4 +1,7 @@
-"""Rows without drafts run ahead beside rows with some, and no answer depends on which steps did."""
+"""Rows without drafts run ahead beside rows with some, and no answer depends on which steps did.
+
+Drafts by a prediction head, and by a draft model for targets with all kinds of state; one of the drafts is itself.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from engine import sparse_models
 from engine.running_ahead import GREEDY, PENALISED, VOCAB, WARM, launch, tokens
 from models import tiny_head
 
@@ -19,9 +23,12 @@ from headrace.engine.engine import Engine
 from headrace.engine.windows import Window
 from headrace.models.packed import PackedModel
 from headrace.scheduler import admission
+from headrace.speculate import model
 from headrace.speculate.depth import DepthPlanner, DraftForecast
+from headrace.speculate.drafter import Drafter, DraftRow
 from headrace.speculate.drafts import DraftBatch
-from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.head import HeadDrafter
+from headrace.speculate.model import ModelDrafter
 from headrace.speculate.speculator import DraftState, Speculator, Verified
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
@@ -34,10 +41,33 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+PAIRS = {
+    "head": ("qwen3_5", None),
+    "dense": ("llama", "qwen3_5"),
+    "sliding window": ("gpt_oss", "llama"),
+    "hybrid": ("qwen3_5", "qwen3_5"),
+}
+"""Target and draft model; None for the target's prediction head."""
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request: pytest.FixtureRequest) -> tuple[str, str | None]:
+    return PAIRS[request.param]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drafter_class(pair: tuple[str, str | None]) -> type[Drafter]:
+    return HeadDrafter if pair[1] is None else ModelDrafter
+
+
+@pytest.fixture(scope="module")
+def folder(pair: tuple[str, str | None], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target, draft = pair
+    folder = tmp_path_factory.mktemp("models") / target
+    if draft is not None:
+        return sparse_models.save(target, folder)
     head = {f"mtp.{path}": array for path, array in tiny_head.draw("qwen3_5").items()}
-    return tiny_head.save_with_head("qwen3_5", tmp_path_factory.mktemp("models") / "qwen3_5", head)
+    return tiny_head.save_with_head("qwen3_5", folder, head)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +78,12 @@ def plain(folder: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def drafting(folder: Path) -> Iterator[Engine]:
-    engine = launch(folder, runs_ahead=True, max_num_seqs=4)
+def drafting(folder: Path, pair: tuple[str, str | None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    draft = None if pair[1] is None else str(sparse_models.save(pair[1], tmp_path_factory.mktemp("draft")))
+    with pytest.MonkeyPatch.context() as patch:
+        # so that states are full and begun anew
+        patch.setattr(model, "FULL_TOKENS", 80)
+        engine = launch(folder, runs_ahead=True, max_num_seqs=4, draft_model=draft)
     yield engine
     engine.stop()
 
@@ -88,9 +122,9 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+def asked(drafter_class: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> Asked:
     """Whether rows rest, how many drafts they get, and how many of those are right, is a matter of chance."""
-    dice, asked, launch_next, draft = random.Random(3), Asked(), runner.launch_next, HeadDrafter.draft
+    dice, asked, launch_next, draft = random.Random(3), Asked(), runner.launch_next, drafter_class.draft
 
     def may_overlap(self: Speculator, rows: Sequence[DraftState]) -> bool:
         return dice.random() < 0.5
@@ -98,12 +132,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     def plan(self: DepthPlanner, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         return tuple(dice.randrange(len(row.survival) + 1) for row in rows)
 
+    def prefills(self: DepthPlanner, rows: Sequence[DraftForecast]) -> list[int]:
+        return [number for number, row in enumerate(rows) if row.prefill_s and dice.random() < 0.5]
+
     def noted(model: PackedModel, windows: Sequence[Window], draws: Draws, states: Sequence[mx.array]) -> None:
         launch_next(model, windows, draws, states)
         asked.num_ahead += sum(one.live.is_ahead for one in windows)
 
-    def guessed(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
-        draft(self, rows)  # so that the head processes its inputs
+    def guessed(self: Drafter, rows: Sequence[DraftRow]) -> DraftBatch:
+        own = draft(self, rows)  # so that the head processes its inputs
+        if drafter_class is ModelDrafter and dice.random() < 0.5:
+            return own
         wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
         right = [asked.next_token(row.token_ids, place) for place, some in enumerate(wanting) for row in some]
         ids = [dice.randrange(VOCAB) if each is None or dice.random() < 0.25 else each for each in right]
@@ -112,8 +151,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     monkeypatch.setattr(Speculator, "may_overlap", may_overlap)
     monkeypatch.setattr(DepthPlanner, "is_due", lambda self, rows: True)
     monkeypatch.setattr(DepthPlanner, "plan", plan)
+    monkeypatch.setattr(DepthPlanner, "prefills", prefills)
     monkeypatch.setattr(runner, "launch_next", noted)
-    monkeypatch.setattr(HeadDrafter, "draft", guessed)
+    monkeypatch.setattr(drafter_class, "draft", guessed)
     monkeypatch.setattr(admission, "SLICE_TOKENS", 4)
     return asked
 

@@ -1,4 +1,7 @@
-"""No output depends on whether, by which drafter and how far ahead it was drafted."""
+"""No output depends on whether, by which drafter and how far ahead it was drafted.
+
+By the miniature's prediction head, and by its draft model.
+"""
 
 import asyncio
 import random
@@ -18,8 +21,10 @@ from headrace.engine.engine import Engine
 from headrace.errors import ConfigError
 from headrace.scheduler import admission
 from headrace.speculate.depth import DepthPlanner, DraftForecast
+from headrace.speculate.drafter import Drafter, DraftRow
 from headrace.speculate.drafts import DraftBatch
-from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.head import HeadDrafter
+from headrace.speculate.model import ModelDrafter
 from headrace.speculate.ngram import NgramDrafter
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
@@ -51,9 +56,25 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(scope="module", params=["head", "model"])
+def kind(request: pytest.FixtureRequest) -> str:
+    kind: str = request.param
+    return kind
+
+
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = launch("miniature")
+def knobs(kind: str) -> dict[str, object]:
+    return {} if kind == "head" else {"draft_model": "miniature-draft"}
+
+
+@pytest.fixture(scope="module")
+def drafter_class(kind: str) -> type[Drafter]:
+    return HeadDrafter if kind == "head" else ModelDrafter
+
+
+@pytest.fixture(scope="module")
+def engine(knobs: dict[str, object]) -> Iterator[Engine]:
+    engine = launch("miniature", **knobs)
     yield engine
     engine.stop()
 
@@ -72,6 +93,11 @@ def _as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(len(row.survival) for row in rows)
 
     monkeypatch.setattr(DepthPlanner, "plan", plan)
+
+    def prefills(self: DepthPlanner, rows: Sequence[DraftForecast]) -> list[int]:
+        return [number for number, row in enumerate(rows) if row.prefill_s]
+
+    monkeypatch.setattr(DepthPlanner, "prefills", prefills)
     monkeypatch.setattr(DepthPlanner, "is_due", lambda self, rows: True)
 
 
@@ -149,13 +175,13 @@ def alone(engine: Engine, asked: list[GenerationRequest]) -> list[Answer]:
     return asyncio.run(run())
 
 
-Draft = Callable[[HeadDrafter, Sequence[HeadRow]], DraftBatch]
+Draft = Callable[[Drafter, Sequence[DraftRow]], DraftBatch]
 
 
-def made_up(guess: Callable[[HeadRow, int], int]) -> Draft:
-    """A head that drafts given tokens. It still processes its inputs, as it does under any drafts."""
+def made_up(guess: Callable[[DraftRow, int], int]) -> Draft:
+    """A drafter of given tokens. A head still processes its inputs, as it does under any drafts."""
 
-    def draft(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
+    def draft(self: Drafter, rows: Sequence[DraftRow]) -> DraftBatch:
         wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
         ids = [guess(row, place) for place, some in enumerate(wanting) for row in some]
         return DraftBatch(mx.array(ids, dtype=mx.int32), [len(some) for some in wanting])
@@ -168,7 +194,7 @@ def oracle(asked: Sequence[GenerationRequest], alone: Sequence[Answer], share_wr
     texts = [(*one.prompt, *tokens) for one, answer in zip(asked, alone, strict=True) for tokens in answer.tokens]
     lies = random.Random(5)
 
-    def guess(row: HeadRow, place: int) -> int:
+    def guess(row: DraftRow, place: int) -> int:
         known = tuple(row.token_ids)
         text = next(text for text in texts if text[: len(known)] == known)
         truth = text[len(known) + place] if len(known) + place < len(text) else 0
@@ -177,29 +203,34 @@ def oracle(asked: Sequence[GenerationRequest], alone: Sequence[Answer], share_wr
     return made_up(guess)
 
 
-DRAFTERS = ("head", "random", "oracle", "wrong oracle")
+DRAFTERS = ("own", "random", "oracle", "wrong oracle")
 
 
 def install(
-    drafter: str, patch: pytest.MonkeyPatch, asked: Sequence[GenerationRequest], alone: Sequence[Answer]
+    drafter: str,
+    drafter_class: type[Drafter],
+    patch: pytest.MonkeyPatch,
+    asked: Sequence[GenerationRequest],
+    alone: Sequence[Answer],
 ) -> None:
     dice = random.Random(7)
     if drafter == "random":
-        patch.setattr(HeadDrafter, "draft", made_up(lambda row, place: dice.randrange(4000)))
-    elif drafter != "head":
-        patch.setattr(HeadDrafter, "draft", oracle(asked, alone, 0.0 if drafter == "oracle" else 0.3))
+        patch.setattr(drafter_class, "draft", made_up(lambda row, place: dice.randrange(4000)))
+    elif drafter != "own":
+        patch.setattr(drafter_class, "draft", oracle(asked, alone, 0.0 if drafter == "oracle" else 0.3))
 
 
 @pytest.mark.usefixtures("_no_copies")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 async def test_a_batch_of_drafted_rows_says_what_each_says_alone(
     drafter: str,
+    drafter_class: type[Drafter],
     engine: Engine,
     asked: list[GenerationRequest],
     alone: list[Answer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install(drafter, monkeypatch, asked, alone)
+    install(drafter, drafter_class, monkeypatch, asked, alone)
     depths = (4, 3, 1, 2, 4, 3, 2, 4)
     drafted = [
         replace(one, request_id=f"{drafter} {number}", max_draft_tokens=depth)
@@ -211,7 +242,7 @@ async def test_a_batch_of_drafted_rows_says_what_each_says_alone(
     num_accepted = sum(answer.num_accepted for answer in answers)
     assert num_drafted > 50
     # the oracle can't tell two choices of a request apart as long as they have said the same
-    low, high = {"head": (0.3, 0.99), "random": (0.0, 0.02), "oracle": (0.97, 1.0), "wrong oracle": (0.2, 0.8)}[drafter]
+    low, high = {"own": (0.3, 0.99), "random": (0.0, 0.02), "oracle": (0.97, 1.0), "wrong oracle": (0.2, 0.8)}[drafter]
     assert low <= num_accepted / num_drafted <= high
 
 
@@ -222,23 +253,24 @@ async def test_a_batch_of_drafted_rows_says_what_each_says_alone(
 async def test_a_drafted_row_alone_says_what_it_says_without_drafts(
     drafter: str,
     depth: int,
+    drafter_class: type[Drafter],
     engine: Engine,
     asked: list[GenerationRequest],
     alone: list[Answer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install(drafter, monkeypatch, asked, alone)
+    install(drafter, drafter_class, monkeypatch, asked, alone)
     for number, one in enumerate(asked):
         drafted = replace(one, request_id=f"{drafter} {depth} {number}", max_draft_tokens=depth)
         assert await ask(engine, drafted) == alone[number]
 
 
-async def test_copies_of_the_text_are_drafted_too(engine: Engine) -> None:
-    """A text with a period is soon copied, by a head that is never asked."""
+async def test_copies_of_the_text_are_drafted_too(engine: Engine, drafter_class: type[Drafter]) -> None:
+    """A text with a period is soon copied, by a drafter that is never asked."""
     text = request(prompt_of("copying", 1), max_tokens=48)
     expected = await ask(engine, text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeadDrafter, "draft", made_up(lambda row, place: 0))
+        patch.setattr(drafter_class, "draft", made_up(lambda row, place: 0))
         got = await ask(engine, replace(text, request_id="copied", max_draft_tokens=4))
     assert got == expected
     assert got.num_accepted > 0
@@ -246,10 +278,14 @@ async def test_copies_of_the_text_are_drafted_too(engine: Engine) -> None:
 
 @pytest.mark.usefixtures("_no_copies")
 async def test_an_answer_that_ends_inside_a_window_ends_there(
-    engine: Engine, asked: list[GenerationRequest], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    drafter_class: type[Drafter],
+    asked: list[GenerationRequest],
+    alone: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was right behind the stop token is not output, and the state is kept as it was at the answer's end."""
-    install("oracle", monkeypatch, asked, alone)
+    install("oracle", drafter_class, monkeypatch, asked, alone)
     (said,) = alone[0].tokens
     end = next(place for place in range(9, 20) if said[place] not in said[:place])
     stopping = replace(asked[0], request_id="stops", stop_token_ids=frozenset({said[end]}), max_draft_tokens=4)
@@ -261,7 +297,10 @@ async def test_an_answer_that_ends_inside_a_window_ends_there(
 
 @pytest.mark.usefixtures("_no_copies")
 async def test_a_restored_prompt_is_drafted_for_as_well_as_a_computed_one(engine: Engine) -> None:
-    """The head's entries come out of the cache with the rest: A, then a longer B, then A again."""
+    """The head's entries come out of the cache with the rest, a draft model computes its state again.
+
+    A, then a longer B, then A again.
+    """
     first = prompt_of("recall", 2)
     boundaries = (Boundary(len(first) - 8, BoundaryKind.MESSAGE),)
     salted = {"cache_salt": "restored", "boundaries": boundaries}
@@ -296,10 +335,10 @@ async def test_who_goes_away_in_the_middle_of_its_drafts_harms_nobody(
 
 @pytest.mark.usefixtures("_no_copies")
 async def test_who_makes_room_and_goes_on_is_drafted_for_as_before(
-    asked: list[GenerationRequest], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+    knobs: dict[str, object], asked: list[GenerationRequest], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "SLICE_TOKENS", 3)
-    engine = launch("miniature", max_num_seqs=2)
+    engine = launch("miniature", max_num_seqs=2, **knobs)
     try:
         low = [replace(asked[index], request_id=f"low {index}", max_draft_tokens=3, priority=1) for index in (0, 3)]
         running = [asyncio.create_task(ask(engine, one)) for one in low]
@@ -313,19 +352,20 @@ async def test_who_makes_room_and_goes_on_is_drafted_for_as_before(
         engine.stop()
 
 
-async def test_a_head_that_fails_costs_drafts_and_nothing_else(
+async def test_a_drafter_that_fails_costs_drafts_and_nothing_else(
     engine: Engine,
+    drafter_class: type[Drafter],
     asked: list[GenerationRequest],
     alone: list[Answer],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
+    def broken(self: Drafter, rows: Sequence[DraftRow]) -> DraftBatch:
         raise RuntimeError("no more drafts")
 
     before = (await engine.status()).drafts
     with monkeypatch.context() as patch:
-        patch.setattr(HeadDrafter, "draft", broken)
+        patch.setattr(drafter_class, "draft", broken)
         answer = await ask(engine, replace(asked[1], request_id="unlucky", max_draft_tokens=4))
     assert answer == alone[1]
     assert answer.num_drafted == 0
@@ -335,12 +375,12 @@ async def test_a_head_that_fails_costs_drafts_and_nothing_else(
 
 
 async def test_a_planner_that_fails_costs_drafts_and_nothing_else(
-    asked: list[GenerationRequest], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+    knobs: dict[str, object], asked: list[GenerationRequest], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: DepthPlanner, *arguments: object, **options: object) -> None:
         raise RuntimeError("no account")
 
-    engine = launch("miniature")
+    engine = launch("miniature", **knobs)
     monkeypatch.setattr(DepthPlanner, "observe", broken)
     try:
         assert await ask(engine, replace(asked[1], request_id="unplanned", max_draft_tokens=2)) == alone[1]

@@ -18,8 +18,9 @@ from headrace.engine.head_check import load_head_check
 from headrace.errors import ConfigError
 from headrace.models.mtp_head import MtpHead
 from headrace.models.packed import PackedModel, Row
+from headrace.speculate.drafter import DraftRow
 from headrace.speculate.drafts import DraftBatch
-from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.head import HeadDrafter
 from headrace.speculate.step_times import StepTimes
 from headrace.types.model import TokenIds
 
@@ -55,8 +56,8 @@ class NotedTimes(StepTimes):
         super().__init__(1)
         self.noted: dict[tuple[int, int], list[float]] = {}
 
-    def observe_ratio(self, num_drafts: int, head_depth: int, ratio: float) -> None:
-        self.noted.setdefault((num_drafts, head_depth), []).append(ratio)
+    def observe_ratio(self, num_drafts: int, num_passes: int, ratio: float) -> None:
+        self.noted.setdefault((num_drafts, num_passes), []).append(ratio)
 
 
 def test_in_exact_numerics_windows_compute_what_single_tokens_do(loaded: tuple[PackedModel, MtpHead]) -> None:
@@ -125,7 +126,7 @@ def test_the_report_says_how_exactly_windows_compute(folder: Path) -> None:
 
 
 def test_a_head_that_cannot_run_is_left_aside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
+    def broken(self: HeadDrafter, rows: Sequence[DraftRow]) -> DraftBatch:
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setattr(HeadDrafter, "draft", broken)

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from engine.sparse_models import name_tokens
 from engine.warming import VOCAB, launch, save, wait_until_warm
 from models import tiny, tiny_fused, tiny_head
 
@@ -29,8 +30,10 @@ from headrace.errors import EngineDead
 from headrace.models import compiled
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
 from headrace.scheduler.admission import MemoryBudget
+from headrace.speculate.depth import DepthPlanner, DraftForecast
+from headrace.speculate.drafter import DraftRow
 from headrace.speculate.drafts import DraftBatch
-from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.head import HeadDrafter
 from headrace.speculate.speculator import Speculator, Verified
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -90,25 +93,49 @@ async def ordinary_load(engine: Engine) -> None:
     await asyncio.gather(*(client(3) for _ in range(5)))
 
 
+def draft_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether, and for which rows, it pays off by the clock does not matter."""
+    dice = random.Random(6)
+
+    def prefills(self: DepthPlanner, rows: Sequence[DraftForecast]) -> list[int]:
+        return [number for number, row in enumerate(rows) if row.prefill_s and dice.random() < 0.7]
+
+    def plan(self: DepthPlanner, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
+        return tuple([dice.randrange(len(row.survival) + 1) for row in rows])
+
+    monkeypatch.setattr(DepthPlanner, "prefills", prefills)
+    monkeypatch.setattr(DepthPlanner, "plan", plan)
+
+
 @pytest.mark.parametrize(
-    ("family", "has_head"),
+    ("family", "has_head", "draft"),
     [
-        ("qwen3", False),
-        pytest.param("qwen3_5", False, marks=pytest.mark.slow),
-        ("qwen3_5", True),
+        ("qwen3", False, None),
+        pytest.param("qwen3_5", False, None, marks=pytest.mark.slow),
+        ("qwen3_5", True, None),
+        ("qwen3", False, "qwen3_5"),
+        pytest.param("qwen3_5", False, "qwen3", marks=pytest.mark.slow),
     ],
 )
 async def test_an_ordinary_load_after_it_builds_no_step(
-    family: str, has_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, has_head: bool, draft: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = launch(save(family, tmp_path / family, monkeypatch, has_head=has_head), mtp="on" if has_head else "off")
+    folder, knobs = save(family, tmp_path / family, monkeypatch, has_head=has_head), {}
+    if draft is not None:
+        name_tokens(folder)
+        knobs["draft_model"] = str(name_tokens(save(draft, tmp_path / "draft", monkeypatch)))
+    engine = launch(folder, mtp="on" if has_head else "off", **knobs)
+    draft_at_random(monkeypatch)
     try:
         wait_until_warm(engine)
         before = (await engine.status()).step_forms
         await ordinary_load(engine)
-        after = (await engine.status()).step_forms
+        status = await engine.status()
+        after = status.step_forms
     finally:
         engine.stop()
+    assert status.drafts is None or status.drafts.num_failures == 0
+    assert status.counters.drafts.num_windows >= (0 if status.drafts is None else 20)
     assert before.num_built > 10
     assert before.num_built_since_ready == 0
     assert after.num_built_since_ready == after.num_built - before.num_built == 0
@@ -277,11 +304,11 @@ def test_each_number_of_rows_has_each_number_of_drafts_and_the_head_reads_all_th
 
 
 def test_drafts_that_fail_fail_the_piece(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
+    def fail(self: HeadDrafter, rows: Sequence[DraftRow]) -> DraftBatch:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(HeadDrafter, "draft", fail)
-    warming = WarmUp(served, 2, [WarmUpPiece(2, drafts=(RowDrafts(1, by_head=True),)), WarmUpPiece(2)])
+    warming = WarmUp(served, 2, [WarmUpPiece(2, drafts=(RowDrafts(1, by_model=True),)), WarmUpPiece(2)])
     warming.advance()
     warming.advance()
     assert (warming.status.num_failed, warming.status.num_done) == (1, 2)

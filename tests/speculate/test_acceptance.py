@@ -17,8 +17,9 @@ from headrace.models.mtp_weights import find_head
 from headrace.models.packed import PackedModel
 from headrace.models.source import read_files
 from headrace.speculate.acceptance import Acceptance, measure_acceptance
+from headrace.speculate.drafter import DraftRow
 from headrace.speculate.drafts import DraftBatch
-from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.head import HeadDrafter
 
 NUM_TOKENS, DEPTH = 8, 3
 TEXTS = (tiny.PROMPT, tiny.PROMPT[3:9])
@@ -52,7 +53,7 @@ def drafting(truth: list[list[int]], is_accepted: list[bool], patch: pytest.Monk
     """The head processes its inputs as usual, but its drafts are made up: right or wrong by their depth."""
     original = HeadDrafter.draft
 
-    def draft(self: HeadDrafter, rows: Sequence[HeadRow]) -> DraftBatch:
+    def draft(self: HeadDrafter, rows: Sequence[DraftRow]) -> DraftBatch:
         mx.eval(original(self, rows).arrays)
         drafts = []
         for row in rows:

@@ -19,7 +19,7 @@ class StepShape(NamedTuple):
 
     num_rows: int
     num_drafts: int
-    head_depth: int
+    num_passes: int
     num_context: int
 
 
@@ -29,39 +29,39 @@ Machine = Callable[[StepShape], float]
 
 def gpu(shape: StepShape) -> float:
     """Hardly any cost for a draft, a little for a pass of the head."""
-    return 0.010 + 0.00005 * (shape.num_rows + shape.num_drafts) + 0.0006 * shape.head_depth
+    return 0.010 + 0.00005 * (shape.num_rows + shape.num_drafts) + 0.0006 * shape.num_passes
 
 
 def cpu(shape: StepShape) -> float:
     """Two tokens cost nearly as much as eight, which cost twice as much as one."""
     num_tokens = shape.num_rows + shape.num_drafts
-    return (0.020 if num_tokens == 1 else 0.036 + 0.001 * num_tokens) + 0.001 * shape.head_depth
+    return (0.020 if num_tokens == 1 else 0.036 + 0.001 * num_tokens) + 0.001 * shape.num_passes
 
 
 def slow(shape: StepShape) -> float:
     """Every token costs the same: drafts can't pay."""
-    return 0.010 * (shape.num_rows + shape.num_drafts) + 0.001 * shape.head_depth
+    return 0.010 * (shape.num_rows + shape.num_drafts) + 0.001 * shape.num_passes
 
 
-def forecast(*survival: float, uses_head: bool = True) -> DraftForecast:
-    return DraftForecast(survival, uses_head, 1000)
+def forecast(*survival: float, uses_model: bool = True) -> DraftForecast:
+    return DraftForecast(survival, uses_model, 1000)
 
 
-def measure(times: StepTimes, seconds: float, num_drafts: int = 0, head_depth: int = 0, num_context: int = 300) -> None:
+def measure(times: StepTimes, seconds: float, num_drafts: int = 0, num_passes: int = 0, num_context: int = 300) -> None:
     """Three steps that took so long; the first of a kind does not count."""
     for _ in range(3):
         if num_drafts:
-            times.observe(num_context, num_drafts, head_depth, seconds)
+            times.observe(num_context, num_drafts, num_passes, seconds)
         else:
             times.observe_undrafted(num_context, seconds)
 
 
-def timed(machine: Machine, num_rows: int, num_drafts: int = 24, head_depth: int = 4) -> DepthPlanner:
+def timed(machine: Machine, num_rows: int, num_drafts: int = 24, num_passes: int = 4) -> DepthPlanner:
     """A planner that has measured a machine throughout."""
     planner, context = DepthPlanner(), 1000 * num_rows
     times = planner.times(num_rows)
     measure(times, machine(StepShape(num_rows, 0, 0, context)), num_context=context)
-    for drafts, head in itertools.product(range(1, num_drafts + 1), range(head_depth + 1)):
+    for drafts, head in itertools.product(range(1, num_drafts + 1), range(num_passes + 1)):
         measure(times, machine(StepShape(num_rows, drafts, head, context)), drafts, head, context)
     return planner
 
@@ -77,7 +77,7 @@ def observe(
 
 
 def tokens_per_second(rows: Sequence[DraftForecast], depths: Sequence[int], machine: Machine) -> float:
-    head = max((depth for row, depth in zip(rows, depths, strict=True) if row.uses_head), default=0)
+    head = max((depth for row, depth in zip(rows, depths, strict=True) if row.uses_model), default=0)
     gained = sum(1 + sum(row.survival[:depth]) for row, depth in zip(rows, depths, strict=True))
     return gained / machine(StepShape(len(rows), sum(depths), head, 1000 * len(rows)))
 
@@ -87,7 +87,7 @@ def tokens_per_second(rows: Sequence[DraftForecast], depths: Sequence[int], mach
 def test_the_plan_is_the_fastest_of_all_choices(machine: Machine, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = [
-        forecast(*np.cumprod(rng.uniform(0.3, 1, rng.integers(0, 4))).tolist(), uses_head=bool(rng.integers(0, 3)))
+        forecast(*np.cumprod(rng.uniform(0.3, 1, rng.integers(0, 4))).tolist(), uses_model=bool(rng.integers(0, 3)))
         for _ in range(3)
     ]
     planner = timed(machine, 3)
@@ -111,9 +111,9 @@ def test_likely_drafts_go_before_unlikely_ones_over_all_rows() -> None:
 
 def test_copies_are_drafted_without_passes_of_the_head() -> None:
     def dear_head(shape: StepShape) -> float:
-        return 0.01 + 0.1 * shape.head_depth
+        return 0.01 + 0.1 * shape.num_passes
 
-    rows = [forecast(0.9, 0.8), forecast(0.5, 0.4, 0.3, uses_head=False)]
+    rows = [forecast(0.9, 0.8), forecast(0.5, 0.4, 0.3, uses_model=False)]
     assert timed(dear_head, 2).plan(rows) == (0, 3)
 
 
@@ -139,8 +139,8 @@ class Run:
         self.seconds = self.undrafted = 0.0
 
     def step(self, chance: float) -> None:
-        best = [self.ranking.best(record, self.max_depth, num_head=self.max_depth) for record in self.records]
-        rows = [DraftForecast(each.survival, each.uses_head, 1000 + len(self.depths)) for each in best]
+        best = [self.ranking.best(record, self.max_depth, num_model=self.max_depth) for record in self.records]
+        rows = [DraftForecast(each.survival, each.uses_model, 1000 + len(self.depths)) for each in best]
         depths = self.planner.plan(rows) if self.planner.is_due(rows) else (0,) * len(rows)
         gained = len(rows)
         for record, candidate, depth in zip(self.records, best, depths, strict=True):
@@ -204,7 +204,7 @@ def test_waiting_for_a_compiler_is_held_against_no_drafts() -> None:
     met: set[StepShape] = set()
 
     def compiling(shape: StepShape) -> float:
-        kind = StepShape(shape.num_rows, shape.num_drafts, shape.head_depth, 0)
+        kind = StepShape(shape.num_rows, shape.num_drafts, shape.num_passes, 0)
         is_new = kind not in met
         met.add(kind)
         return gpu(shape) + (2.0 if is_new else 0.0)
@@ -218,7 +218,7 @@ def test_waiting_for_a_compiler_is_held_against_no_drafts() -> None:
 
 def cheap(shape: StepShape) -> float:
     """Steps of 5 ms; a draft adds 2 % to them, a pass of the head 6 %."""
-    return 0.005 * (1 + 0.02 * shape.num_drafts + 0.06 * shape.head_depth)
+    return 0.005 * (1 + 0.02 * shape.num_drafts + 0.06 * shape.num_passes)
 
 
 def first_of_each(seconds: float, kind: Callable[[StepShape], object]) -> Machine:
@@ -234,7 +234,7 @@ def first_of_each(seconds: float, kind: Callable[[StepShape], object]) -> Machin
 
 
 def by_drafts(shape: StepShape) -> object:
-    return shape.num_rows, shape.num_drafts, shape.head_depth
+    return shape.num_rows, shape.num_drafts, shape.num_passes
 
 
 def by_drafts_and_context(shape: StepShape) -> object:

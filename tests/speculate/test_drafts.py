@@ -14,7 +14,7 @@ BATCH = DraftBatch(mx.array([1, 4, 2, 5, 3], dtype=mx.int32), (2, 2, 1))
 
 
 def head_drafts(num_drafts: int, row: int) -> Drafts:
-    places = tuple(RankedDraft(Source.HEAD, grade, 0.5) for grade in range(num_drafts))
+    places = tuple(RankedDraft(Source.MODEL, grade, 0.5) for grade in range(num_drafts))
     return Drafts(Candidate((), places), batch=BATCH, row=row)
 
 

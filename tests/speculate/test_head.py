@@ -9,7 +9,8 @@ import pytest
 
 from headrace.models.mtp_head import HeadEntries, HeadOutputs
 from headrace.sampling.sampler import SamplingRow
-from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.drafter import DraftRow
+from headrace.speculate.head import HeadDrafter
 from headrace.state.hidden import HiddenState
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -57,8 +58,8 @@ def compute(state: SequenceState, windows: Sequence[int]) -> None:
         state.commit(num_tokens)
 
 
-def row(state: SequenceState, num_drafts: int) -> HeadRow:
-    return HeadRow(state, [1000 + at for at in range(state.length + 1)], num_drafts, GREEDY)
+def row(state: SequenceState, num_drafts: int) -> DraftRow:
+    return DraftRow(state, [1000 + at for at in range(state.length + 1)], num_drafts, GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sampling.distributions import distribution
 from headrace.sampling.draw import NO_TOKEN, draw
 from headrace.sampling.history import History
 from headrace.sampling.sampler import SamplingRow, sample
-from headrace.speculate.head import draw_drafts
+from headrace.speculate.drafter import draw_drafts
 from headrace.speculate.verify import gained_tokens, row_after, window_rows
 from headrace.types.request import SamplingParams
 

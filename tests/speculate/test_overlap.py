@@ -10,8 +10,8 @@ import pytest
 
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner
+from headrace.speculate.drafter import DraftRow
 from headrace.speculate.drafts import DraftBatch
-from headrace.speculate.head import HeadRow
 from headrace.speculate.ranking import Ranking
 from headrace.speculate.speculator import DraftState, Speculator, Verified
 from headrace.state.sequence import SequenceState
@@ -39,7 +39,10 @@ class Machine:
     def num_pending(self, state: SequenceState) -> int:
         return 0
 
-    def draft(self, rows: Sequence[HeadRow]) -> DraftBatch:
+    def prefill_s(self, state: SequenceState, num_known: int) -> float:
+        return 0.0
+
+    def draft(self, rows: Sequence[DraftRow]) -> DraftBatch:
         counts = [sum(row.num_drafts > place for row in rows) for place in range(rows[0].num_drafts)]
         return DraftBatch(mx.zeros(sum(counts), mx.int32), counts)
 

@@ -1,4 +1,4 @@
-"""Sets up drafting as configured: loads the prediction head, rehearses and times its steps."""
+"""Sets up drafting as configured, by the prediction head or a draft model: rehearses and times its steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from headrace.backend.device import Device
 from headrace.config import Config
+from headrace.engine.draft_model import DraftModel
+from headrace.engine.memory import state_budget, state_pool
 from headrace.engine.windows import Window
 from headrace.errors import ConfigError, ModelError
 from headrace.models.load import LoadedModel
@@ -20,12 +22,15 @@ from headrace.models.packed import PackedModel, Row
 from headrace.models.source import ModelFiles
 from headrace.sampling.sampler import GREEDY_ROW
 from headrace.speculate.depth import DepthPlanner
-from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.drafter import Drafter, DraftRow
+from headrace.speculate.head import HeadDrafter
+from headrace.speculate.model import LATEST_TOKENS, ModelDrafter, most_tokens
 from headrace.speculate.ranking import Ranking
 from headrace.speculate.speculator import Speculator, Verified
-from headrace.speculate.step_times import StepTimes
+from headrace.speculate.step_times import PASS_SHARE, StepTimes
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
+from headrace.types.status import DraftStatus
 
 _NUM_CONTEXT = 32
 """Tokens before the steps."""
@@ -42,15 +47,18 @@ _STEPS_LIMIT_S, _WINDOWS_LIMIT_S = 1.0, 0.5
 
 @dataclass(frozen=True, slots=True)
 class DrafterSetup:
-    """The drafting setup. head, speculator: None without drafting. report: lines that say why.
+    """The drafting setup. drafter, speculator: None without drafting. report: lines that say why.
 
-    origin: the head's files and format; empty for none.
+    head: the drafter, if it is the prediction head. origin: the head's files and format; empty for none.
+    num_bytes: of a draft model's state of a sequence, by the sequence's length.
     """
 
-    head: HeadDrafter | None
+    drafter: Drafter | None
     speculator: Speculator | None
     report: tuple[str, ...]
+    head: HeadDrafter | None = None
     origin: str = ""
+    num_bytes: Callable[[int], int] = lambda num_tokens: 0
 
     @property
     def max_drafts(self) -> int:
@@ -114,12 +122,35 @@ class StepReports:
         self._drafting_s = time.monotonic() - self._known_at
 
 
-def prepare_drafting(config: Config, files: ModelFiles, loaded: LoadedModel, device: Device) -> DrafterSetup:
-    """Load the model's prediction head if it has one and it is wanted, and run some warm-up steps with it.
+def draft_status(speculator: Speculator | None, states: Sequence[SequenceState]) -> DraftStatus | None:
+    """states: of the running sequences."""
+    if speculator is None:
+        return None
+    drafter = speculator.drafter
+    companions = [state.companion for state in states]
+    own = {id(array): array.nbytes for one in companions if one is not None for array in one.state.own_arrays()}
+    state_bytes = sum(own.values()) + (0 if drafter.pool is None else drafter.pool.num_bytes)
+    return DraftStatus(
+        speculator.max_drafts, speculator.num_failures, drafter.draft_model, drafter.weights_bytes, state_bytes
+    )
 
-    Raises ConfigError if `mtp` is on and there is no head, or none that fits.
+
+def prepare_drafting(
+    config: Config,
+    files: ModelFiles,
+    loaded: LoadedModel,
+    draft: DraftModel | None,
+    device: Device,
+    chunk_tokens: int,
+) -> DrafterSetup:
+    """Draft by the draft model if there is one, else by the model's prediction head if it has one and it is wanted.
+
+    Runs some warm-up steps. chunk_tokens: of prompts in a step. Raises ConfigError if `mtp` is on and there is no head,
+    none that fits, or a draft model, and for a draft model that can't run.
     """
     knobs = config.engine
+    if draft is not None:
+        return _with_draft_model(config, files, loaded, draft, device, chunk_tokens)
     if knobs.mtp == "off" or (knobs.mtp == "auto" and knobs.max_draft_tokens == 0):
         return DrafterSetup(None, None, ("drafts: none, as configured",))
     if knobs.max_draft_tokens == 0:
@@ -144,14 +175,55 @@ def _with_head(config: Config, files: ModelFiles, loaded: LoadedModel, device: D
     drafter, planner = HeadDrafter(head), DepthPlanner()
     report = [f"drafts: up to {max_drafts} at once, by the prediction head in {head.report}"]
     try:
-        rehearsal = Rehearsal(packed, loaded.tokens.end)
-        rehearsal.time_steps(drafter, planner.times(1), max_drafts)
-        if config.models.self_check:
-            report.append(f"drafts: {rehearsal.compare_windows()}")
+        report += _rehearse(config, loaded, drafter, planner, max_drafts)
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"the prediction head in {weights.origin} can't run on {device.kind}: {error}") from error
     speculator = Speculator(drafter, max_drafts, Ranking(), planner)
-    return DrafterSetup(drafter, speculator, tuple(report), head.report)
+    return DrafterSetup(drafter, speculator, tuple(report), drafter, head.report)
+
+
+def _with_draft_model(
+    config: Config, files: ModelFiles, loaded: LoadedModel, draft: DraftModel, device: Device, chunk_tokens: int
+) -> DrafterSetup:
+    knobs, packed, model = config.engine, loaded.packed, draft.model.packed
+    if knobs.mtp == "on":
+        raise ConfigError("mtp is on, but --draft-model drafts instead of the prediction head", param="mtp")
+    if knobs.max_draft_tokens == 0:
+        raise ConfigError("--draft-model is given, but max_draft_tokens is 0", param="draft_model")
+    max_drafts = min(knobs.max_draft_tokens, packed.most_drafts, model.most_drafts)
+    longest = most_tokens(draft.model.context_length)
+    budget_bytes = state_budget(device.memory_bytes, device.share(knobs.gpu_memory_utilization))
+    pool = state_pool(model, draft.cost, budget_bytes, knobs.max_num_seqs, longest)
+    drafter = ModelDrafter(draft.name, draft.weights_bytes, model, packed, pool, longest, chunk_tokens)
+    planner = DepthPlanner(max(PASS_SHARE, draft.weights_bytes / max(1, mx.get_active_memory() - draft.weights_bytes)))
+    report = [f"drafts: up to {max_drafts} at once, by {draft.name} ({draft.weights_bytes / 1e9:.2f} GB)"]
+    if knobs.mtp == "auto" and _has_head(files):
+        report.append("drafts: the model's own prediction head is not used, as --draft-model is given")
+    try:
+        drafter.time_prefill(random_ids(loaded.tokens.end, min(chunk_tokens, LATEST_TOKENS)))
+        report += _rehearse(config, loaded, drafter, planner, max_drafts)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"--draft-model: {draft.name} can't run on {device.kind}: {error}") from error
+    speculator = Speculator(drafter, max_drafts, Ranking(), planner)
+    return DrafterSetup(
+        drafter, speculator, tuple(report), num_bytes=lambda num_tokens: draft.cost.num_bytes(min(num_tokens, longest))
+    )
+
+
+def _has_head(files: ModelFiles) -> bool:
+    try:
+        return find_head(files) is not None
+    except ModelError:
+        return True
+
+
+def _rehearse(
+    config: Config, loaded: LoadedModel, drafter: Drafter, planner: DepthPlanner, max_drafts: int
+) -> list[str]:
+    """Time some steps. Returns a line for the report if the self-check is on."""
+    rehearsal = Rehearsal(loaded.packed, loaded.tokens.end)
+    rehearsal.time_steps(drafter, planner.times(1), max_drafts)
+    return [f"drafts: {rehearsal.compare_windows()}"] if config.models.self_check else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +252,7 @@ class Rehearsal:
     def __init__(self, packed: PackedModel, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._packed = packed
         self._clock = clock
-        ids: list[int] = np.random.default_rng(0).integers(0, vocab_size, _NUM_CONTEXT + _LONGEST_WINDOW).tolist()
+        ids = random_ids(vocab_size, _NUM_CONTEXT + _LONGEST_WINDOW)
         self._ids, self._following = ids[:_NUM_CONTEXT], ids[_NUM_CONTEXT:]
         self._state = SequenceState(StatePool(), _NUM_CONTEXT + 2 + len(_NUM_DRAFTS) * _NUM_ROUNDS + _LONGEST_WINDOW)
         self._run(self._ids)
@@ -201,7 +273,7 @@ class Rehearsal:
         leading = mx.sort(alone, axis=-1)[:, -2:]
         return WindowMargin(longest, difference / scale, _number((leading[:, 1] - leading[:, 0]).min()) / scale)
 
-    def time_steps(self, drafter: HeadDrafter, times: StepTimes, max_drafts: int) -> None:
+    def time_steps(self, drafter: Drafter, times: StepTimes, max_drafts: int) -> None:
         self._state.restore(self._record)
         ids = [*self._ids, self._following[0]]
         started = self._clock()
@@ -233,11 +305,11 @@ class Rehearsal:
         self._state.commit(len(ids))
         return logits
 
-    def _step(self, drafter: HeadDrafter, ids: list[int], num_drafts: int) -> int:
+    def _step(self, drafter: Drafter, ids: list[int], num_drafts: int) -> int:
         """A step as the runner makes it, keeping no draft; returns the next token."""
         window = mx.array(ids[-1:], dtype=mx.int32)
         if num_drafts:
-            drafts = drafter.draft([HeadRow(self._state, ids, num_drafts, GREEDY_ROW)])
+            drafts = drafter.draft([DraftRow(self._state, ids, num_drafts, GREEDY_ROW)])
             window = mx.concatenate([window, drafts.ids])
         self._state.begin(1 + num_drafts, 1)
         row = Row(self._state, (ids[-1], *(0,) * num_drafts))
@@ -245,6 +317,11 @@ class Rehearsal:
         mx.eval(drawn, self._state.arrays())
         self._state.commit(1)
         return int(_number(drawn[0]))
+
+
+def random_ids(vocab_size: int, number: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(0).integers(0, vocab_size, number).tolist()
+    return ids
 
 
 def _number(array: mx.array) -> float:

@@ -19,6 +19,8 @@ from headrace.config import Config
 from headrace.config_loading import set_up_libraries, with_suggestion
 from headrace.engine.adapters import load_adapters
 from headrace.engine.disk_cache import DiskLoader, open_disk_tier
+from headrace.engine.draft_model import DraftModel, load_draft_model
+from headrace.engine.drafting import DrafterSetup, prepare_drafting
 from headrace.engine.drafting import DrafterSetup, prepare_drafting
 from headrace.engine.features import FeatureCache
 from headrace.engine.loop import Command, Loop, MemoryPlan, Parts
@@ -27,7 +29,7 @@ from headrace.engine.pool import PrefixPool
 from headrace.engine.pooling import PoolingRunner
 from headrace.engine.prepare_encoder import check_knobs, longest_input, pooling_traits, prepare_encoder
 from headrace.engine.runner import Runner
-from headrace.engine.sparse.draft import LoadedDraft, load_draft
+from headrace.engine.sparse.draft import memory_share, refuse_draft, refuse_target, report_line
 from headrace.engine.sparse.prefill import start_sparse
 from headrace.engine.warm_up import WarmUp, prepare_warm_up
 from headrace.errors import ModelError
@@ -75,10 +77,12 @@ def prepare(
         return prepare_encoder(config, files, inbox, here, (*_device_lines(here, products),))
     loaded = _load(config, files, here, constraints)
     as_held = replace(config, models=replace(config.models, dtype=loaded.dtype))
+    chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     is_pooling = files.recipe is not None
-    drafting = DrafterSetup(None, None, ()) if is_pooling else prepare_drafting(as_held, files, loaded, here)
+    draft, drafter = _find_drafts(config, files, loaded, here)
+    of_drafting = as_held, files, loaded, drafter, here, chunk
+    drafting = DrafterSetup(None, None, ()) if is_pooling else prepare_drafting(*of_drafting)
     found = None if is_pooling else _find_tower(config, files, loaded, here)
-    draft = None if is_pooling else _find_draft(config, files, loaded, here)
     taken = files.name, *config.server.served_model_name
     adapters, named_adapters = load_adapters(config.models.adapter, taken, loaded)
     weights_bytes = mx.get_active_memory() - adapters.num_bytes
@@ -87,11 +91,8 @@ def prepare(
     sample = sample_state(loaded.packed, drafting.head)
     cost = sample.cost()
     own_context = longest_input(files, loaded.context_length) or knobs.max_model_len or DEFAULT_CONTEXT
-    of_draft = 0 if draft is None else int(budget_bytes * draft.share(cost, own_context))
-    # the scheduler counts a sequence's tokens without drafts
-    memory = MemoryBudget(
-        budget_bytes - of_draft, lambda num_tokens: cost.num_bytes(num_tokens + drafting.max_drafts), cost.record_bytes
-    )
+    of_draft = 0 if draft is None else int(budget_bytes * memory_share(draft, cost, own_context))
+    memory = _memory_budget(budget_bytes - of_draft, cost, drafting)
     max_model_len = chosen_context(knobs.max_model_len, own_context, memory)
     tower = None if found is None else found[0]
     disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, sample, budget_bytes, here.kind)
@@ -104,10 +105,9 @@ def prepare(
         *drafting.report,
         *(() if found is None else (found[1],)),
         *(() if disk is None else (disk.report,)),
-        *(() if draft is None else (draft.line(config, of_draft),)),
+        *(() if draft is None else (report_line(draft, config, of_draft),)),
     )
     parts, stages = _make_caches(config, files.name, cost, disk, tower, int(FEATURES_SHARE * budget_bytes))
-    chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     if draft is not None:
         window = loaded.packed.largest_window
         parts.sparse = sparse = start_sparse(config, draft, of_draft, chunk, max_model_len, parts.prefixes, window)
@@ -128,6 +128,15 @@ def prepare(
     loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
     description = _describe(files, loaded, max_model_len, report, named_adapters, takes_media=tower is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
+
+
+def _memory_budget(budget_bytes: int, cost: StateCost, drafting: DrafterSetup) -> MemoryBudget:
+    # the scheduler counts a sequence's tokens without drafts
+    return MemoryBudget(
+        budget_bytes,
+        lambda num_tokens: cost.num_bytes(num_tokens + drafting.max_drafts) + drafting.num_bytes(num_tokens),
+        cost.record_bytes,
+    )
 
 
 def _device_lines(here: Device, products: blas.BlasReport) -> tuple[str, ...]:
@@ -180,14 +189,29 @@ def _current_device(numerics: str) -> Device:
     return here
 
 
-def _find_draft(config: Config, files: ModelFiles, loaded: LoadedModel, here: Device) -> LoadedDraft | None:
-    name = config.engine.sparse_draft
-    if name is None:
-        return None
-    try:
-        return load_draft(config, files, model_files(config, name), loaded, here)
-    except ModelError as error:
-        raise ModelError(f"--sparse-draft: {error}") from error
+def _find_drafts(
+    config: Config, files: ModelFiles, loaded: LoadedModel, here: Device
+) -> tuple[DraftModel | None, DraftModel | None]:
+    """The draft models of sparse prefill and of speculative decoding: one, if both knobs name the same model."""
+    found: dict[Path, DraftModel] = {}
+
+    def find(knob: str, name: str | None) -> DraftModel | None:
+        if name is None:
+            return None
+        try:
+            draft = model_files(config, name)
+            if draft.directory not in found:
+                found[draft.directory] = load_draft_model(config, knob, files, draft, loaded, here)
+            return found[draft.directory]
+        except ModelError as error:
+            raise ModelError(f"--{knob.replace('_', '-')}: {error}") from error
+
+    if config.engine.sparse_draft is not None:
+        refuse_target("sparse_draft", files, loaded)
+    sparse = find("sparse_draft", config.engine.sparse_draft)
+    if sparse is not None:
+        refuse_draft("sparse_draft", sparse)
+    return sparse, find("draft_model", config.engine.draft_model)
 
 
 def _find_tower(config: Config, files: ModelFiles, loaded: LoadedModel, here: Device) -> tuple[Tower, str] | None:

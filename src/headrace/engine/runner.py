@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.backend import device
 from headrace.engine.adapters import AdapterPool
-from headrace.engine.drafting import StepReports
+from headrace.engine.drafting import StepReports, draft_status
 from headrace.engine.draws import Draws
 from headrace.engine.features import Features
 from headrace.engine.forward import confirm, launch_next, logits_of
@@ -75,6 +75,8 @@ class Runner:
         self._records_queries = records_queries
         self._runs_ahead = ahead
         self._pool = StatePool(has_batches=model.kernels.attends_in_batches) if pool is None else pool
+        of_drafts = None if speculator is None else speculator.drafter.pool
+        self._pools = [self._pool] if of_drafts is None else [self._pool, of_drafts]
         self._live: dict[str, LiveSequence] = {}
         self._gained: list[str] = []
         """Sequences that have gained tokens in the last step."""
@@ -84,11 +86,11 @@ class Runner:
     def state_bytes(self) -> int:
         # shared arrays count once
         own = {id(array): array.nbytes for live in self._live.values() for array in live.state.own_arrays()}
-        return self._pool.num_bytes + sum(own.values())
+        return sum(pool.num_bytes for pool in self._pools) + sum(own.values())
 
     @property
     def permanent_bytes(self) -> int:
-        return self._pool.num_bytes if self._pool.is_permanent else 0
+        return sum(pool.num_bytes for pool in self._pools if pool.is_permanent)
 
     @property
     def preempted_bytes(self) -> int:
@@ -100,9 +102,7 @@ class Runner:
         return live.state, live.recorder
 
     def draft_status(self) -> DraftStatus | None:
-        if self._speculator is None:
-            return None
-        return DraftStatus(self._speculator.max_drafts, self._speculator.num_failures)
+        return draft_status(self._speculator, [live.state for live in self._live.values()])
 
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> StepResult:
         """Compute every chunk of the plan. `requests` has its requests by id.

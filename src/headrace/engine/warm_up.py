@@ -22,7 +22,8 @@ from headrace.models.packed import PackedModel
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner, DraftForecast
-from headrace.speculate.head import HeadDrafter
+from headrace.speculate.drafter import Drafter
+from headrace.speculate.model import LATEST_TOKENS
 from headrace.speculate.ranking import Candidate, Proposal, RankedDraft, Ranking, RowRecord, Source
 from headrace.speculate.speculator import Speculator
 from headrace.state.sequence import StateCost
@@ -45,13 +46,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RowDrafts:
-    """Drafts of every row of a step. by_head: by the prediction head, else their tokens are known before the step."""
+    """Drafts of every row of a step. by_model: by the drafter, else their tokens are known before the step."""
 
     number: int
-    by_head: bool
+    by_model: bool
 
 
-_NO_DRAFTS = RowDrafts(0, by_head=False)
+_NO_DRAFTS = RowDrafts(0, by_model=False)
 _PLAIN_STEPS = (_NO_DRAFTS,) * 4
 """The second is launched before the first one's tokens are known, the third after such a step."""
 
@@ -86,10 +87,13 @@ class WarmUpPiece:
         return self.num_rows * (memory.cost(self.num_tokens) + num_records * memory.checkpoint_bytes(self.num_tokens))
 
 
-def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: bool) -> list[WarmUpPiece]:
+def pieces_for(
+    max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: bool, prefills: bool = False
+) -> list[WarmUpPiece]:
     """What an ordinary load needs: steps of windows, then of chunks of prompts, the smallest first.
 
     max_rows, chunk_tokens: of a step. max_drafts: of a sequence at once. caches: whether there is a prefix cache.
+    prefills: whether a draft model processes prompts, too.
     """
     found: list[WarmUpPiece] = []
     for num_rows in _sizes(padded_rows, max_rows):
@@ -111,23 +115,27 @@ def pieces_for(max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: boo
         for num_tokens in _sizes(padded_chunk_tokens, chunk_tokens):
             if num_tokens > num_rows * MOST_TOKENS:
                 found += [WarmUpPiece(num_rows, num_tokens // num_rows, num_snapshots=each) for each in (0, *snapshots)]
+    if prefills:
+        by_model, _ = _both(max_drafts)
+        lengths = [each for each in _sizes(padded_chunk_tokens, LATEST_TOKENS) if each <= chunk_tokens]
+        found += [WarmUpPiece(1, length, drafts=(by_model,)) for length in lengths]
     # a row that moves to a larger slot, and one that is restored
     few = SMALLEST_CAPACITY - len(_PLAIN_STEPS) // 2
     if few <= chunk_tokens:
         found.append(WarmUpPiece(1, few, drafts=_PLAIN_STEPS, joining=few * caches, num_snapshots=int(caches)))
     if max_rows > 1:  # beside a row with drafts, or without
-        drafts = (RowDrafts(max_drafts, by_head=True),) if max_drafts else ()
+        drafts = (RowDrafts(max_drafts, by_model=True),) if max_drafts else ()
         found.append(WarmUpPiece(2, drafts=drafts, joining=_PROMPT_TOKENS))
     return found
 
 
 def _short_prompts_beside_drafts(num_rows: int, max_drafts: int) -> list[WarmUpPiece]:
     """Where they make a step larger than drafts alone do."""
-    by_head, _ = _both(max_drafts)
+    by_model, _ = _both(max_drafts)
     num_decoding = (num_rows - 1) * (1 + max_drafts)
     larger = [size for size in _sizes(next_power_of_two, MOST_TOKENS) if size > next_power_of_two(1 + max_drafts)]
     lengths = [max(1, num_rows * size // 2 + 1 - num_decoding) for size in larger]
-    return [WarmUpPiece(num_rows, drafts=(by_head,), joining=length) for length in lengths if length <= MOST_TOKENS]
+    return [WarmUpPiece(num_rows, drafts=(by_model,), joining=length) for length in lengths if length <= MOST_TOKENS]
 
 
 def _sizes(padded: Callable[[int], int], most: int) -> list[int]:
@@ -135,25 +143,25 @@ def _sizes(padded: Callable[[int], int], most: int) -> list[int]:
 
 
 def _both(number: int) -> tuple[RowDrafts, ...]:
-    return RowDrafts(number, by_head=True), RowDrafts(number, by_head=False)
+    return RowDrafts(number, by_model=True), RowDrafts(number, by_model=False)
 
 
 def _reading(number: int) -> tuple[RowDrafts, ...]:
     """Steps with drafts, with a head prefill of one token per row, two, up to four and up to eight."""
-    by_head, known = _both(number)
+    by_model, known = _both(number)
     few, more, many = _PLAIN_STEPS[:1], _PLAIN_STEPS[:2], _PLAIN_STEPS
-    return by_head, *few, by_head, *more, by_head, known, *many, by_head
+    return by_model, *few, by_model, *more, by_model, known, *many, by_model
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What requests are served with. head: None if nothing is drafted. num_tokens: in the vocabulary.
+    """What requests are served with. drafter: None if nothing is drafted. num_tokens: in the vocabulary.
 
     make_cache: makes an empty prefix cache.
     """
 
     model: PackedModel
-    head: HeadDrafter | None
+    drafter: Drafter | None
     pool: StatePool
     num_tokens: int
     memory: MemoryBudget
@@ -161,7 +169,7 @@ class Served:
 
     @property
     def num_forms(self) -> int:
-        return self.model.num_new_variants if self.head is None else self.head.num_new_variants
+        return self.model.num_new_variants if self.drafter is None else self.drafter.num_new_variants
 
 
 class WarmUp:
@@ -258,12 +266,13 @@ def prepare_warm_up(
     make_cache = partial(
         PrefixPool, "", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, shortest_prefix=1
     )
-    served = Served(packed, drafting.head, pool, loaded.tokens.end, memory, make_cache)
+    served = Served(packed, drafting.drafter, pool, loaded.tokens.end, memory, make_cache)
     if not packed.is_compiled:
         return WarmUp(served, knobs.max_num_seqs, ())
     max_rows = min(knobs.max_num_seqs, _MOST_ROWS, memory.budget_bytes // memory.cost(_PROMPT_TOKENS))
     most_tokens = min(chunk_tokens, compiled.MOST_TOKENS)
-    found = pieces_for(max_rows, most_tokens, drafting.max_drafts, caches=knobs.prefix_cache == "on")
+    prefills = drafting.drafter is not None and drafting.drafter.draft_model is not None
+    found = pieces_for(max_rows, most_tokens, drafting.max_drafts, caches=knobs.prefix_cache == "on", prefills=prefills)
     fitting = [
         piece for piece in found if piece.num_tokens <= max_model_len and piece.num_bytes(memory) <= memory.budget_bytes
     ]
@@ -278,9 +287,9 @@ class _MadeUpRequests:
         self._num_tokens = served.num_tokens
         self._planned = _PlannedDrafts()
         self._speculator = None
-        if served.head is not None:
+        if served.drafter is not None:
             most = max([each.number for each in piece.drafts], default=0)
-            self._speculator = Speculator(served.head, most, self._planned, _AsPlanned(self._planned))
+            self._speculator = Speculator(served.drafter, most, self._planned, _AsPlanned(self._planned))
         prefixes = served.make_cache() if piece.num_snapshots else None
         stages = [] if prefixes is None else [prefixes]
         self._scheduler = Scheduler(
@@ -361,11 +370,11 @@ class _PlannedDrafts(Ranking):
         *,
         forced: Sequence[int] = (),
         copied: Proposal | None = None,
-        num_head: int = 0,
+        num_model: int = 0,
     ) -> Candidate:
         number = min(self.drafts.number, max_drafts)
-        if self.drafts.by_head:
-            return Candidate((), (RankedDraft(Source.HEAD, 0, 1.0),) * number)
+        if self.drafts.by_model:
+            return Candidate((), (RankedDraft(Source.MODEL, 0, 1.0),) * number)
         return Candidate((0,) * number, (RankedDraft(Source.FORCED, 0, 1.0),) * number)
 
 
@@ -375,6 +384,9 @@ class _AsPlanned(DepthPlanner):
     def __init__(self, planned: _PlannedDrafts) -> None:
         super().__init__()
         self._planned = planned
+
+    def prefills(self, rows: Sequence[DraftForecast]) -> list[int]:
+        return [number for number, row in enumerate(rows) if row.prefill_s]
 
     def plan(self, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         return tuple([len(row.survival) for row in rows])

@@ -19,8 +19,8 @@ from headrace.models.positions import TokenPositions
 from headrace.models.step import QueryRecorder
 from headrace.sampling.history import History
 from headrace.sampling.sampler import SamplingRow
+from headrace.speculate.drafter import EntryMedia
 from headrace.speculate.drafts import NOTHING, Drafts
-from headrace.speculate.head import EntryMedia
 from headrace.speculate.speculator import DraftState
 from headrace.speculate.verify import gained_tokens, window_rows
 from headrace.state.sequence import SequenceRecord, SequenceState

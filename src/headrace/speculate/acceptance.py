@@ -10,7 +10,8 @@ import mlx.core as mx
 from headrace.models.mtp_head import MtpHead
 from headrace.models.packed import PackedModel, Row
 from headrace.sampling.sampler import GREEDY_ROW
-from headrace.speculate.head import HeadDrafter, HeadRow
+from headrace.speculate.drafter import DraftRow
+from headrace.speculate.head import HeadDrafter
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -50,7 +51,7 @@ def measure_acceptance(
         _advance(trunk, [one], len(one.token_ids))
     drafts_at: list[list[tuple[int, ...]]] = []
     for _ in range(num_tokens):
-        drafted = drafter.draft([HeadRow(one.state, one.token_ids, depth, GREEDY_ROW) for one in rows])
+        drafted = drafter.draft([DraftRow(one.state, one.token_ids, depth, GREEDY_ROW) for one in rows])
         mx.eval(drafted.arrays, [one.state.arrays() for one in rows])
         drafts_at.append([drafted.read(number, depth) for number in range(len(rows))])
         _advance(trunk, rows)

@@ -20,7 +20,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from headrace.speculate.step_times import TIME_EVERY, StepTimes, bucket
+from headrace.speculate.step_times import PASS_SHARE, TIME_EVERY, StepTimes, bucket
 
 _BUDGET_SHARE = 0.015
 """Share of the time without drafts that may be lost."""
@@ -38,6 +38,9 @@ _ATTEMPT_RESERVE = 4
 _TIMING_STEPS = 3
 """Steps that this takes at most: the first and the last of an overlapped run are not representative."""
 
+_PREFILL_SHARE = 0.25
+"""Of the steps that an answer may still take, what the draft model's prefill may cost at most."""
+
 _MANY_ROWS = 4
 """With at least this many rows, only multiples of the row count are tried, to limit compiled variants."""
 
@@ -46,34 +49,44 @@ class DraftForecast(NamedTuple):
     """The drafts available for a row.
 
     survival: for each draft, the probability that it and all before it are accepted; never rising.
-    uses_head: whether the head has to draft them, one pass each.
+    uses_model: whether the head or draft model has to draft them, one pass each.
     num_context: tokens of the row.
+    prefill_s: seconds of computing that the draft model has to do before; see `prefills`.
+    num_left: tokens that the row's answer may still have.
     """
 
     survival: tuple[float, ...]
-    uses_head: bool
+    uses_model: bool
     num_context: int
+    prefill_s: float = 0.0
+    num_left: int = 0
 
 
 @dataclass(slots=True)
 class _Load:
     """What is known of steps of about the same number of rows.
 
+    full: the budget at most.
     due_at, useful_at: the budget from which on an attempt is due, and the least with which the last one would have made
-    drafts.
+    drafts. prefill_at: the least with which a text would have been prefilled for the draft model.
     """
 
     times: StepTimes
     budget: float = _FIRST_BUDGET
+    full: float = _FULL_BUDGET
     due_at: float = 0.0
     useful_at: float = 0.0
+    prefill_at: float = math.inf
 
 
 class DepthPlanner:
     """Plans the drafts of a step for all rows together. Affects only the speed, never the output."""
 
-    def __init__(self) -> None:
+    def __init__(self, pass_share: float = PASS_SHARE) -> None:
+        """pass_share: see StepTimes."""
+        self._pass_share = pass_share
         self._loads: dict[int, _Load] = {}
+        self._has_prefilled = False
         self._since_timed = 0
         """Steps with drafts."""
         self._num_undrafted = 0
@@ -86,12 +99,43 @@ class DepthPlanner:
         if (found := self._loads.get(bucket(num_rows))) is None:
             # what drafts have gained with other numbers of rows says that they are worth trying
             budget = max([load.budget for load in self._loads.values()], default=_FIRST_BUDGET)
-            found = self._loads[bucket(num_rows)] = _Load(StepTimes(num_rows), max(budget, _FIRST_BUDGET))
+            found = _Load(StepTimes(num_rows, self._pass_share), max(budget, _FIRST_BUDGET))
+            self._loads[bucket(num_rows)] = found
         return found
 
     def is_due(self, rows: Sequence[DraftForecast]) -> bool:
         load = self._load(len(rows))
         return load.budget >= load.due_at and not self._is_timing(rows)
+
+    def prefills(self, rows: Sequence[DraftForecast]) -> list[int]:
+        """The rows whose texts the draft model should process now, the cheapest first.
+
+        Their forecasts tell what could then be drafted. The budget pays for it, in advance of what the drafts gain; it
+        is raised for the very first one, before which nothing is known.
+        """
+        load, num_context = self._load(len(rows)), _num_context(rows)
+        load.prefill_at, undrafted_s = math.inf, load.times.undrafted_s(num_context)
+        waiting = sorted((row.prefill_s, number) for number, row in enumerate(rows) if row.prefill_s)
+        if not waiting or undrafted_s is None or self._is_timing(rows):
+            return []
+        if not self._has_prefilled:
+            self._has_prefilled = True
+            load.budget += waiting[0][0] / undrafted_s
+        useful, _ = self._fastest(rows, math.inf)
+        chosen: list[int] = []
+        left = load.budget
+        for prefill_s, number in waiting:
+            cost = prefill_s / undrafted_s
+            if cost > _PREFILL_SHARE * rows[number].num_left:
+                continue
+            needed = cost if useful[number] else _TRY_RESERVE * cost
+            load.full = max(load.full, _TRY_RESERVE * cost)
+            if needed > left:
+                load.prefill_at = load.budget + needed - left
+                break
+            left -= cost
+            chosen.append(number)
+        return chosen
 
     def plan(self, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         """Number of drafts for each of the step's decoding rows, at most as many as its survival has entries."""
@@ -103,7 +147,7 @@ class DepthPlanner:
         if any(fastest):
             return fastest
         tried = _likeliest(rows)
-        needed = min(_TRY_RESERVE * self._cost(rows, sum(tried), _head_depth(rows, tried)), _FULL_BUDGET)
+        needed = min(_TRY_RESERVE * self._cost(rows, sum(tried), _num_passes(rows, tried)), load.full)
         load.useful_at = min(load.useful_at, needed)
         return tried if load.budget >= needed else fastest
 
@@ -112,22 +156,22 @@ class DepthPlanner:
         is_late = self._since_timed >= TIME_EVERY and self._num_undrafted < _TIMING_STEPS
         return is_late or self.times(len(rows)).undrafted_s(_num_context(rows)) is None
 
-    def _cost(self, rows: Sequence[DraftForecast], num_drafts: int, head_depth: int) -> float:
+    def _cost(self, rows: Sequence[DraftForecast], num_drafts: int, num_passes: int) -> float:
         """What these drafts cost at most if all are wrong, in steps without drafts."""
-        return self.times(len(rows)).upper_bound(num_drafts, head_depth) - 1
+        return self.times(len(rows)).upper_bound(num_drafts, num_passes) - 1
 
     def _fastest(self, rows: Sequence[DraftForecast], budget: float) -> tuple[tuple[int, ...], float]:
         """The affordable choice with the most tokens per second, and the least cost of one that should pay off."""
         times, ranked, least_cost = self.times(len(rows)), _ranked(rows), math.inf
         fastest, chosen = float(len(rows)), list[_Draft]()
-        for head_depth in sorted({0, *[draft.head_depth for draft in ranked]}):
-            choice = [draft for draft in ranked if draft.head_depth <= head_depth]
+        for num_passes in sorted({0, *[draft.num_passes for draft in ranked]}):
+            choice = [draft for draft in ranked if draft.num_passes <= num_passes]
             gained = list(accumulate([draft.survival for draft in choice], initial=float(len(rows))))
             for number in _cut_numbers(len(choice), len(rows)):
-                speed = gained[number] / times.ratio(number, head_depth)
+                speed = gained[number] / times.ratio(number, num_passes)
                 if speed <= fastest:
                     continue
-                cost = self._cost(rows, number, head_depth)
+                cost = self._cost(rows, number, num_passes)
                 least_cost = min(least_cost, cost)
                 if cost <= budget:
                     fastest, chosen = speed, choice[:number]
@@ -144,15 +188,16 @@ class DepthPlanner:
         is_timed: bool,
         is_usual: bool,
         has_attempted: bool,
+        prefill_s: float = 0.0,
     ) -> None:
         """Record a step's result.
 
         rows, depths: as planned and executed. num_gained: tokens of these rows, accepted drafts included. seconds: of
-        the whole step, with the head's share. is_timed: whether that is the time of these rows alone, without prompts
-        or compilation. is_usual: whether the step took as long as if nothing were ever drafted. has_attempted: whether
-        drafts were looked for.
+        the whole step, the drafter's passes included. is_timed: whether that is the time of these rows alone, without
+        prompts or compilation. is_usual: whether the step took as long as if nothing were ever drafted. has_attempted:
+        whether drafts were looked for. prefill_s: of the draft model before the step, not in `seconds`.
         """
-        num_drafts, head_depth = sum(depths), _head_depth(rows, depths)
+        num_drafts, num_passes = sum(depths), _num_passes(rows, depths)
         self._since_timed += num_drafts > 0
         self._num_undrafted = 0 if num_drafts else self._num_undrafted + 1
         if self._num_undrafted >= _TIMING_STEPS or (is_timed and is_usual):
@@ -164,28 +209,29 @@ class DepthPlanner:
         if is_timed and is_usual:
             times.observe_undrafted(num_context, seconds)
         elif is_timed and has_attempted:
-            times.observe(num_context, num_drafts, head_depth, seconds)
+            times.observe(num_context, num_drafts, num_passes, seconds)
         undrafted_s = times.undrafted_s(num_context)
         if undrafted_s is None:
             return
         # in steps without drafts, that would have gained as many tokens
-        gained, taken = num_gained / len(rows), times.ratio(num_drafts, head_depth) if has_attempted else 1.0
-        if is_timed and num_drafts and not times.is_measured(num_drafts, head_depth):
+        gained, taken = num_gained / len(rows), times.ratio(num_drafts, num_passes) if has_attempted else 1.0
+        if is_timed and num_drafts and not times.is_measured(num_drafts, num_passes):
             # measured ones are charged what they usually take: this step may have been disturbed, as others are
             taken = min(seconds / undrafted_s, 2 * taken)
+        taken += prefill_s / undrafted_s
         # losses beyond what the budget was to cover were disturbances
-        load.budget = min(max(load.budget + (1 + _BUDGET_SHARE) * gained - taken, 0.0), _FULL_BUDGET)
+        load.budget = min(max(load.budget + (1 + _BUDGET_SHARE) * gained - taken, 0.0), load.full)
         if has_attempted:
             again_at = load.budget + _ATTEMPT_RESERVE * self._cost(rows, 0, 0)
-            load.due_at = 0.0 if num_gained > len(rows) else min(load.useful_at, again_at, _FULL_BUDGET)
+            load.due_at = 0.0 if num_gained > len(rows) else min(load.useful_at, load.prefill_at, again_at, load.full)
 
 
 class _Draft(NamedTuple):
-    """A possible draft. head_depth: passes of the head that it takes, 0 for a copy."""
+    """A possible draft. num_passes: passes of the drafter that it takes, 0 for a copy."""
 
     survival: float
     row: int
-    head_depth: int
+    num_passes: int
 
 
 @cache
@@ -197,7 +243,7 @@ def _cut_numbers(num_drafts: int, num_rows: int) -> tuple[int, ...]:
 
 def _ranked(rows: Sequence[DraftForecast]) -> list[_Draft]:
     drafts = [
-        _Draft(survival, number, depth if row.uses_head else 0)
+        _Draft(survival, number, depth if row.uses_model else 0)
         for number, row in enumerate(rows)
         for depth, survival in enumerate(row.survival, start=1)
     ]
@@ -217,5 +263,5 @@ def _num_context(rows: Sequence[DraftForecast]) -> int:
     return sum([row.num_context for row in rows])
 
 
-def _head_depth(rows: Sequence[DraftForecast], depths: Sequence[int]) -> int:
-    return max([depth for row, depth in zip(rows, depths, strict=True) if row.uses_head], default=0)
+def _num_passes(rows: Sequence[DraftForecast], depths: Sequence[int]) -> int:
+    return max([depth for row, depth in zip(rows, depths, strict=True) if row.uses_model], default=0)

@@ -14,7 +14,7 @@ from headrace.speculate.ranking import Candidate
 
 
 class DraftBatch:
-    """The head's drafts for several sequences, one token for all after the other; launched, not waited for.
+    """A model's drafts for several sequences, one token for all after the other; launched, not waited for.
 
     ids: `[n]` int32. counts: sequences drafted for at each depth, never rising: the first ones.
     """
@@ -24,7 +24,7 @@ class DraftBatch:
         self._starts = list(accumulate(counts, initial=0))
         self._fetched = Fetched(ids)
         self._read: list[int] | None = None
-        # the head's kernels write in place: nothing may be launched between them and this
+        # kernels write in place: nothing may be launched between them and this
         mx.async_eval(ids, self._fetched.arrays)
 
     @property

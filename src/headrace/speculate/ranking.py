@@ -19,8 +19,8 @@ _PRIOR = 3
 _MEMORY = 32
 """Outcomes that an estimate weighs at most: with each new one, earlier ones fade by a 32nd."""
 
-_HEAD_ACCEPTANCE = 0.75
-"""Assumed acceptance of a head's draft before any was verified."""
+_MODEL_ACCEPTANCE = 0.75
+"""Assumed acceptance of a model's draft before any was verified."""
 
 _HIGHEST = 1 - 1 / (2 * _MEMORY)
 """Upper limit of all estimates but certain ones: half an outcome of those remembered may still be a failure."""
@@ -36,8 +36,8 @@ class Source(StrEnum):
     """A grammar that allows one token only."""
     COPY = "copy"
     """Earlier text of the same sequence."""
-    HEAD = "head"
-    """The model's own prediction head."""
+    MODEL = "model"
+    """The model's own prediction head, or a draft model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Proposal:
 class RankedDraft(NamedTuple):
     """One draft: its drafter, its evidence, and its acceptance if those before it are accepted.
 
-    grade: of a copy's confidence, from 0; for the head the number of its drafts before this one.
+    grade: of a copy's confidence, from 0; for a model the number of its drafts before this one.
     """
 
     source: Source
@@ -66,7 +66,7 @@ class RankedDraft(NamedTuple):
 class Candidate:
     """What may be drafted for a row.
 
-    token_ids: the known drafts; the head drafts the rest of `drafts`.
+    token_ids: the known drafts; the head or draft model gives the rest of `drafts`.
     survival: for each draft, the probability that it and all before it are accepted.
     """
 
@@ -79,7 +79,7 @@ class Candidate:
         object.__setattr__(self, "survival", survival)
 
     @property
-    def uses_head(self) -> bool:
+    def uses_model(self) -> bool:
         return len(self.drafts) > len(self.token_ids)
 
     def first(self, num_drafts: int) -> Candidate:
@@ -121,20 +121,20 @@ class Ranking:
         *,
         forced: Sequence[int] = (),
         copied: Proposal | None = None,
-        num_head: int = 0,
+        num_model: int = 0,
     ) -> Candidate:
         """The drafts with the highest expected gain, at most `max_drafts`; none if there is nothing to draft.
 
         forced: tokens without an alternative. They come first, and only a copy that agrees with them can follow.
         copied: what follows in the row's own text.
-        num_head: drafts available from the head, 0 without one. A copy is preferred to equal drafts of the head,
-        because it needs no pass of the head.
+        num_model: drafts available from the head or draft model, 0 without one. A copy is preferred to equal drafts of
+        these, because it needs no pass.
         """
         best, certain = _NOTHING, (_CERTAIN,) * len(forced)
         if forced:
             best = Candidate(tuple(forced), certain).first(max_drafts)
-        elif num_head:
-            best = self._of_head(record, min(num_head, max_drafts))
+        elif num_model:
+            best = self._of_model(record, min(num_model, max_drafts))
         if copied is not None and copied.token_ids[: len(forced)] == tuple(forced):
             rest = self._copied(record, copied.confidences[len(forced) :])
             copy = Candidate(copied.token_ids, certain + rest).first(max_drafts)
@@ -149,9 +149,9 @@ class Ranking:
         }
         return tuple([by_confidence[each] for each in confidences])
 
-    def _of_head(self, record: RowRecord, num_drafts: int) -> Candidate:
-        factor = record.factor(Source.HEAD)
-        drafts = [self._draft(factor, Source.HEAD, depth, _HEAD_ACCEPTANCE) for depth in range(num_drafts)]
+    def _of_model(self, record: RowRecord, num_drafts: int) -> Candidate:
+        factor = record.factor(Source.MODEL)
+        drafts = [self._draft(factor, Source.MODEL, depth, _MODEL_ACCEPTANCE) for depth in range(num_drafts)]
         return Candidate((), tuple(drafts))
 
     def _draft(self, factor: float, source: Source, grade: int, assumed: float) -> RankedDraft:

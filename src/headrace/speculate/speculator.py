@@ -12,8 +12,8 @@ from typing import Protocol
 from headrace.isolation import isolated
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner, DraftForecast
+from headrace.speculate.drafter import Drafter, DraftRow, EntryMedia
 from headrace.speculate.drafts import NOTHING, Drafts
-from headrace.speculate.head import EntryMedia, HeadDrafter, HeadRow
 from headrace.speculate.ngram import NgramDrafter
 from headrace.speculate.ranking import Candidate, Ranking, RowRecord
 from headrace.state.sequence import SequenceState
@@ -21,7 +21,7 @@ from headrace.state.sequence import SequenceState
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 64
-"""Hidden states of a sequence without drafts that may be pending before the head processes them, all at once."""
+"""Hidden states of a sequence without drafts that may be pending before a head processes them, all at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class DraftState:
 
     def fail(self) -> None:
         self.drafts, self.has_failed = NOTHING, True
-        self.forecast = self.forecast._replace(survival=(), uses_head=False)
+        self.forecast = self.forecast._replace(survival=(), uses_model=False, prefill_s=0.0)
 
 
 class Drafting(Protocol):
@@ -101,15 +101,17 @@ class Verified:
 class Speculator:
     """Drafts for the rows of an engine. Any failure in it costs drafts, never a request."""
 
-    def __init__(self, head: HeadDrafter, max_drafts: int, ranking: Ranking, planner: DepthPlanner) -> None:
+    def __init__(self, drafter: Drafter, max_drafts: int, ranking: Ranking, planner: DepthPlanner) -> None:
         """max_drafts: for any sequence at once."""
-        self._head = head
+        self.drafter = drafter
         self._ranking = ranking
         self._planner = planner
         self._has_attempted = False
         """Whether drafting was attempted before the current step."""
         self._num_new_variants = 0
-        """Of the head, at the last report."""
+        """Of the drafter, at the last report."""
+        self._prefill_s = 0.0
+        """Of the draft model, before the current step."""
         self.max_drafts = max_drafts
         self.num_failures = 0
 
@@ -130,11 +132,14 @@ class Speculator:
         for one in decoding:
             one.row.begin_step(len(one.token_ids))
             if one.row.has_failed:
-                self._head.skip(one.state)
+                self.drafter.skip(one.state)
         rows = [one.row for one in decoding]
         self._has_attempted = not any(one.is_ahead for one in decoding) and not self.may_overlap(rows)
+        self._prefill_s = 0.0
         if self._has_attempted:
-            candidates = self._candidates(one for one in decoding if one.row.may_draft)
+            candidates = self._candidates([one for one in decoding if one.row.may_draft])
+            if any(row.forecast.prefill_s for row in rows):
+                candidates = self._prefilled(decoding, candidates)
             with self._isolated([one.row for one, _ in candidates]):
                 depths = self._planner.plan([row.forecast for row in rows])
                 depth_of = dict(zip(map(id, rows), depths, strict=True))
@@ -142,15 +147,40 @@ class Speculator:
         self._catch_up_pending([one for one in decoding if not (one.row.has_failed or one.row.drafts.num_drafts)])
 
     def _candidates(self, rows: Iterable[Drafting]) -> list[tuple[Drafting, Candidate]]:
+        """What could be drafted for the rows, after any prefill that the drafter needs."""
         candidates: list[tuple[Drafting, Candidate]] = []
         for one in rows:
             with self._isolated([one.row]):
-                candidate = self._candidate(one)
-                one.row.forecast = DraftForecast(candidate.survival, candidate.uses_head, len(one.token_ids))
+                candidate, num_known = self._candidate(one, uses_model=True), len(one.token_ids)
+                prefill_s = self.drafter.prefill_s(one.state, num_known) if candidate.uses_model else 0.0
+                one.row.forecast = DraftForecast(
+                    candidate.survival, candidate.uses_model, num_known, prefill_s, one.room
+                )
                 candidates.append((one, candidate))
         return candidates
 
-    def _candidate(self, one: Drafting) -> Candidate:
+    def _prefilled(
+        self, decoding: Sequence[Drafting], candidates: Sequence[tuple[Drafting, Candidate]]
+    ) -> list[tuple[Drafting, Candidate]]:
+        """Let the draft model process texts that it lacks. Returns what can be drafted now."""
+        with self._isolated([one.row for one, _ in candidates]):
+            chosen = self._planner.prefills([one.row.forecast for one in decoding])
+            if chosen:
+                texts = [(decoding[number].state, decoding[number].token_ids) for number in chosen]
+                self._prefill_s = self.drafter.prefill(texts)
+        found: list[tuple[Drafting, Candidate]] = []
+        for one, candidate in candidates:
+            with self._isolated([one.row]):
+                if one.row.has_failed:
+                    continue
+                forecast, state = one.row.forecast, one.state
+                if forecast.prefill_s and self.drafter.prefill_s(state, forecast.num_context):
+                    candidate = self._candidate(one, uses_model=False)
+                one.row.forecast = DraftForecast(candidate.survival, candidate.uses_model, forecast.num_context)
+                found.append((one, candidate))
+        return found
+
+    def _candidate(self, one: Drafting, *, uses_model: bool) -> Candidate:
         row, token_ids = one.row, one.token_ids
         limit = min(row.max_drafts, one.room)
         if limit < 1:
@@ -160,38 +190,38 @@ class Speculator:
         else:
             row.copies.append(token_ids[len(row.copies) :])
         forced, copied = one.forced_tokens(limit), row.copies.propose(limit)
-        return self._ranking.best(row.record, limit, forced=forced, copied=copied, num_head=limit)
+        return self._ranking.best(row.record, limit, forced=forced, copied=copied, num_model=limit * uses_model)
 
     def _propose(self, chosen: Sequence[tuple[Drafting, Candidate]]) -> None:
-        by_head: list[tuple[Drafting, Candidate]] = []
+        by_model: list[tuple[Drafting, Candidate]] = []
         for one, candidate in chosen:
-            if candidate.uses_head:
-                by_head.append((one, candidate))
+            if candidate.uses_model:
+                by_model.append((one, candidate))
             elif candidate.drafts:
                 one.row.drafts = Drafts(candidate, candidate.token_ids)
-        if not by_head:
+        if not by_model:
             return
-        by_head.sort(key=lambda each: -len(each[1].drafts))
+        by_model.sort(key=lambda each: -len(each[1].drafts))
         rows = [
-            HeadRow(one.state, one.token_ids, len(candidate.drafts), one.settings, one.entry_media)
-            for one, candidate in by_head
+            DraftRow(one.state, one.token_ids, len(candidate.drafts), one.settings, one.entry_media)
+            for one, candidate in by_model
         ]
-        batch = self._head.draft(rows)
-        for number, (one, candidate) in enumerate(by_head):
+        batch = self.drafter.draft(rows)
+        for number, (one, candidate) in enumerate(by_model):
             one.row.drafts = Drafts(candidate, batch=batch, row=number)
 
     def _catch_up_pending(self, rows: Sequence[Drafting]) -> None:
-        """Let the head catch up for rows without drafts: once one row needs it, also for those that soon will."""
+        """Let the drafter catch up for rows without drafts: once one row needs it, also for those that soon will."""
         with self._isolated([one.row for one in rows]):
-            pending = [self._head.num_pending(one.state) for one in rows]
+            pending = [self.drafter.num_pending(one.state) for one in rows]
             if max(pending, default=0) > MAX_PENDING:
                 self.catch_up([one for one, number in zip(rows, pending, strict=True) if number > MAX_PENDING // 2])
 
     def catch_up(self, rows: Sequence[Drafting]) -> None:
-        """Let the head process all pending hidden states, as before states are stored."""
+        """Let the drafter process all pending hidden states, as before states are stored."""
         sound = [one for one in rows if not one.row.has_failed]
         with self._isolated([one.row for one in sound]):
-            self._head.catch_up_together([(one.state, one.token_ids, one.entry_media) for one in sound])
+            self.drafter.catch_up_together([(one.state, one.token_ids, one.entry_media) for one in sound])
 
     def report(
         self,
@@ -208,7 +238,7 @@ class Speculator:
         was_ahead: this step was launched before the last one's tokens were known. goes_ahead: the next one was launched
         before this one's. The first and the last step of such a run are not representative.
         """
-        num_new_variants = self._head.num_new_variants
+        num_new_variants = self.drafter.num_new_variants
         is_compiled, self._num_new_variants = num_new_variants > self._num_new_variants, num_new_variants
         sound = [one for one in windows if not one.row.has_failed]
         with self._isolated([one.row for one in sound]):
@@ -218,10 +248,11 @@ class Speculator:
                 [one.row.forecast for one in sound],
                 [one.num_verified for one in sound],
                 len(sound) + sum([one.num_accepted for one in sound]),
-                seconds,
+                seconds - self._prefill_s,
                 is_timed=not (is_mixed or is_compiled or len(sound) < len(windows)),
                 is_usual=was_ahead == goes_ahead and not self._has_attempted,
                 has_attempted=self._has_attempted,
+                prefill_s=self._prefill_s,
             )
 
     def _report_drafts(self, one: Verified) -> None:

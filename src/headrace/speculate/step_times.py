@@ -13,8 +13,8 @@ TIME_EVERY = 128
 _STALE_AFTER = 4 * TIME_EVERY
 """Steps after which a time is forgotten: drafts that seem too slow are never made, so never measured again."""
 
-_PASS_SHARE = 0.1
-"""The most that a pass of the head is assumed to add to a step's time; a draft, as much as a row."""
+PASS_SHARE = 0.1
+"""The most that a pass of a prediction head is assumed to add to a step's time; a draft, as much as a row."""
 
 _OPTIMISM = 0.1
 """Share of the most that unmeasured drafts are expected to take: what seems cheap is soon measured, what seems
@@ -24,7 +24,7 @@ _SIMILAR_CONTEXT = 2
 """Contexts up to this many half octaves apart have similar times."""
 
 Drafts = tuple[int, int]
-"""Bucket of the number of drafts, over all rows, and consecutive passes of the head."""
+"""Bucket of the number of drafts, over all rows, and consecutive passes of the drafter."""
 
 _NONE: Drafts = (0, 0)
 
@@ -36,8 +36,10 @@ class StepTimes:
     context. Without drafts means as if nothing were ever drafted: overlapped where steps can be.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, pass_share: float = PASS_SHARE) -> None:
+        """pass_share: the most that a pass of the drafter is assumed to add to a step's time."""
         self._num_rows = num_rows
+        self._pass_share = pass_share
         self._times = RecentTimes[int | Drafts](_STALE_AFTER)
         self._seen: set[tuple[int, int] | None] = set()
         self._ratios: dict[Drafts, float] | None = None
@@ -47,14 +49,14 @@ class StepTimes:
         if not self._is_first(None):
             self._times.add(_context(num_context), seconds)
 
-    def observe(self, num_context: int, num_drafts: int, head_depth: int, seconds: float) -> None:
+    def observe(self, num_context: int, num_drafts: int, num_passes: int, seconds: float) -> None:
         """Add the time of a step with drafts; with none if none were found, which takes longer than not to try."""
         undrafted_s = self.undrafted_s(num_context)
-        if self._is_first((num_drafts, head_depth)) or undrafted_s is None:
+        if self._is_first((num_drafts, num_passes)) or undrafted_s is None:
             return
         if num_drafts and seconds < undrafted_s:  # which was disturbed: drafts don't make a step faster
             self._times.add(_context(num_context), seconds)
-        self.observe_ratio(num_drafts, head_depth, max(seconds / undrafted_s, 1.0))
+        self.observe_ratio(num_drafts, num_passes, max(seconds / undrafted_s, 1.0))
 
     def _is_first(self, kind: tuple[int, int] | None) -> bool:
         """Whether a step is the first of its kind, which may have waited for a compiler."""
@@ -62,8 +64,8 @@ class StepTimes:
         self._seen.add(kind)
         return is_first
 
-    def observe_ratio(self, num_drafts: int, head_depth: int, ratio: float) -> None:
-        self._times.add((bucket(num_drafts), head_depth), ratio)
+    def observe_ratio(self, num_drafts: int, num_passes: int, ratio: float) -> None:
+        self._times.add((bucket(num_drafts), num_passes), ratio)
         self._ratios = None
 
     def undrafted_s(self, num_context: int) -> float | None:
@@ -75,32 +77,32 @@ class StepTimes:
                     return seconds
         return None
 
-    def is_measured(self, num_drafts: int, head_depth: int) -> bool:
-        return (bucket(num_drafts), head_depth) in self._known()
+    def is_measured(self, num_drafts: int, num_passes: int) -> bool:
+        return (bucket(num_drafts), num_passes) in self._known()
 
-    def ratio(self, num_drafts: int, head_depth: int) -> float:
+    def ratio(self, num_drafts: int, num_passes: int) -> float:
         """The expected time with these drafts, at least one, over that without.
 
         Of unmeasured drafts from the most similar measured ones, by the assumed difference or in proportion.
         """
-        known, drafts = self._known(), (bucket(num_drafts), head_depth)
+        known, drafts = self._known(), (bucket(num_drafts), num_passes)
         if drafts in known:
             return known[drafts]
         least, share = known.get(_NONE, 1.0), _OPTIMISM * self._most(drafts)
         measured = [each for each in known if each != _NONE]
-        near = min(measured, key=lambda each: 2 * abs(each[0] - drafts[0]) + abs(each[1] - head_depth), default=None)
+        near = min(measured, key=lambda each: 2 * abs(each[0] - drafts[0]) + abs(each[1] - num_passes), default=None)
         if near is None:
             return least + share
         near_share = _OPTIMISM * self._most(near)
         return max(min(known[near] + share - near_share, least + (known[near] - least) * share / near_share), least)
 
-    def upper_bound(self, num_drafts: int, head_depth: int) -> float:
+    def upper_bound(self, num_drafts: int, num_passes: int) -> float:
         """The most that the same ratio may be: of unmeasured drafts in proportion to fewer measured ones, if any."""
-        known, drafts = self._known(), (bucket(num_drafts), head_depth)
+        known, drafts = self._known(), (bucket(num_drafts), num_passes)
         if drafts in known:
             return known[drafts]
         least, most = known.get(_NONE, 1.0), self._most(drafts)
-        fewer = max((each for each in known if each[0] <= drafts[0] and each[1] <= head_depth), default=_NONE)
+        fewer = max((each for each in known if each[0] <= drafts[0] and each[1] <= num_passes), default=_NONE)
         added = most if fewer == _NONE else max(known[fewer] - least, 0.0) * most / self._most(fewer)
         return min(least + added, self._of_more(drafts))
 
@@ -115,7 +117,7 @@ class StepTimes:
 
     def _most(self, drafts: Drafts) -> float:
         """The most that drafts are assumed to add to the time without, as a share of it."""
-        return _center(drafts[0]) / self._num_rows + _PASS_SHARE * drafts[1]
+        return _center(drafts[0]) / self._num_rows + self._pass_share * drafts[1]
 
 
 def _context(num_tokens: int) -> int:

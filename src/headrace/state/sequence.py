@@ -87,6 +87,18 @@ class SpanRecord:
         return SpanRecord(start, end, layers)
 
 
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A draft model's state of a sequence, of its tokens from `start` on."""
+
+    state: SequenceState
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.state.length
+
+
 class SequenceState:
     """State of one row.
 
@@ -107,6 +119,8 @@ class SequenceState:
         """Records that layers are to be filled from when a mixer first asks for them."""
         self._restored: tuple[Sequence[SpanRecord], SequenceRecord | None] | None = None
         """What was restored last, until a window is opened."""
+        self.companion: Companion | None = None
+        """Of the same sequence; dropped whenever this state is restored or released."""
         self.snapshot_points: tuple[int, ...] = ()
         """Lengths inside the open window at which windowed and opaque layers take a snapshot."""
         self.length = 0
@@ -282,9 +296,10 @@ class SequenceState:
             self.pool.grow(self._slot, length, 0)
 
     def own_arrays(self) -> list[mx.array]:
-        """The layers' arrays that don't lie in the pool; rows of a batch may share some of them."""
+        """The layers' arrays that don't lie in a pool, and a draft model's; rows of a batch may share some of them."""
         own = (state for state in self._layers.values() if not state.cost().in_slots)
-        return [array for state in own for array in state.arrays()]
+        arrays = [array for state in own for array in state.arrays()]
+        return arrays if self.companion is None else arrays + self.companion.state.own_arrays()
 
     def cost(self) -> StateCost:
         """What a state like this takes at any length; asked after the first window."""
@@ -307,7 +322,13 @@ class SequenceState:
             self._clear()
             del self._slot
 
+    def drop_companion(self) -> None:
+        if self.companion is not None:
+            self.companion.state.release()
+            self.companion = None
+
     def _clear(self) -> None:
+        self.drop_companion()
         self._layers.clear()
         if self._delta is not None:
             self.pool.delta.free(self._delta.index)

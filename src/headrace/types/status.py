@@ -245,10 +245,20 @@ class CacheStatus:
 
 @dataclass(frozen=True, slots=True)
 class DraftStatus:
-    """Speculative decoding. max_drafts: of a sequence at once. A sequence without drafts goes on without them."""
+    """Speculative decoding. max_drafts: of a sequence at once. A sequence without drafts goes on without them.
+
+    model: the draft model; None for a prediction head. Bytes are the draft model's share of MemoryStatus.
+    """
 
     max_drafts: int
     num_failures: Annotated[int, Metric("headrace:draft_failures", "Sequences that lost their drafts to an error.")]
+    model: str | None = None
+    weights_bytes: Annotated[
+        int, Metric("headrace:draft_weights_bytes", "Of headrace:memory_weights_bytes, the draft model's.", "gauge")
+    ] = 0
+    state_bytes: Annotated[
+        int, Metric("headrace:draft_state_bytes", "Of headrace:memory_state_bytes, the draft model's.", "gauge")
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True)

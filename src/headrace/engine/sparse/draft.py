@@ -1,28 +1,21 @@
-"""The draft model of sparse prefill: how it is loaded, and its engine inside the engine, of the same parts."""
+"""Sparse prefill's draft model: what it must be able to do, and its engine inside the engine, of the same parts."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from headrace.backend.device import Device
 from headrace.config import Config
-from headrace.engine.memory import state_cost
+from headrace.engine.draft_model import DraftModel, refused
 from headrace.engine.pool import PrefixCache
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.scoring import importance, num_scoring_layers
-from headrace.errors import ConfigError, GenerationFailed, ModelError
+from headrace.errors import GenerationFailed
 from headrace.isolation import isolated
-from headrace.models.load import LoadedModel, load
+from headrace.models.load import LoadedModel
 from headrace.models.source import ModelFiles
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.sequence import StateCost
@@ -39,54 +32,34 @@ Importance = npt.NDArray[np.float32]
 """Of each token of a prompt, `[M]`."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """A draft model before there is memory for its states. cost: of a state, by its length."""
-
-    name: str
-    model: LoadedModel
-    cost: StateCost
-    weights_bytes: int
-
-    def share(self, cost: StateCost, num_tokens: int) -> float:
-        """This model's share of the memory for states beside one of that cost, for prompts of this length."""
-        own, other = self.cost.num_bytes(num_tokens + LOOKAHEAD), cost.num_bytes(num_tokens)
-        return own / (own + other)
-
-    def line(self, config: Config, budget_bytes: int) -> str:
-        knobs = config.engine
-        return (
-            f"sparse prefill: prompts with {knobs.sparse_threshold} uncached tokens or more keep "
-            f"{knobs.sparse_keep:.0%} of them, chosen by {self.name} ({self.weights_bytes / 1e9:.2f} GB, "
-            f"{budget_bytes / 1e9:.1f} GB for its states)"
-        )
+def memory_share(draft: DraftModel, cost: StateCost, num_tokens: int) -> float:
+    """The draft model's share of the memory for states beside one of that cost, for prompts of this length."""
+    own, other = draft.cost.num_bytes(num_tokens + LOOKAHEAD), cost.num_bytes(num_tokens)
+    return own / (own + other)
 
 
-def load_draft(config: Config, own: ModelFiles, draft: ModelFiles, target: LoadedModel, device: Device) -> LoadedDraft:
-    """Load the configured draft model for a loaded target.
-
-    Raises ConfigError that names sparse_draft if the two don't match, or one of them can't do its part, and ModelError
-    for a draft that can't be loaded.
-    """
-    _refuse_other_tokens(own, draft)
-    if (reason := target.packed.positions_refusal) is not None:
-        raise _refused(f"{own.name} can't compute prompts in part: {reason}")
-    models = config.models
-    before = mx.get_active_memory()
-    loaded = load(
-        draft,
-        dtype=models.dtype,
-        numerics=models.numerics,
-        self_check=models.self_check,
-        device=device,
-        tokens=target.tokens,
+def report_line(draft: DraftModel, config: Config, budget_bytes: int) -> str:
+    knobs = config.engine
+    return (
+        f"sparse prefill: prompts with {knobs.sparse_threshold} uncached tokens or more keep "
+        f"{knobs.sparse_keep:.0%} of them, chosen by {draft.name} ({draft.weights_bytes / 1e9:.2f} GB, "
+        f"{budget_bytes / 1e9:.1f} GB for its states)"
     )
-    if not num_scoring_layers(loaded.packed):
-        raise _refused(
-            f"{draft.name} can't tell what is important in a prompt: none of its layers attends to all of it"
+
+
+def refuse_target(knob: str, own: ModelFiles, target: LoadedModel) -> None:
+    """Raise ConfigError for a target that can't compute a part of a prompt's tokens."""
+    if (reason := target.packed.positions_refusal) is not None:
+        raise refused(knob, f"{own.name} can't compute prompts in part: {reason}")
+
+
+def refuse_draft(knob: str, draft: DraftModel) -> None:
+    """Raise ConfigError for a draft model without the attention that gives scores."""
+    if not num_scoring_layers(draft.model.packed):
+        raise refused(
+            knob,
+            f"{draft.name} can't tell what is important in a prompt: none of its layers attends to all of it",
         )
-    weights_bytes = mx.get_active_memory() - before
-    return LoadedDraft(draft.name, loaded, state_cost(loaded.packed, None), weights_bytes)
 
 
 class SparseDraft:
@@ -191,40 +164,3 @@ class SparseDraft:
 
     def clear(self) -> int:
         return self._prefixes.clear()
-
-
-def _refuse_other_tokens(own: ModelFiles, draft: ModelFiles) -> None:
-    """Raise ConfigError unless the same ids mean the same tokens in both models."""
-    ours, theirs = _token_ids(own.directory), _token_ids(draft.directory)
-    if ours == theirs:
-        return
-    token = min(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    raise _refused(
-        f"{draft.name} has other tokens than {own.name}: {token!r} is {_place(ours, token)} in the served model "
-        f"and {_place(theirs, token)} in the draft"
-    )
-
-
-def _place(ids: Mapping[str, int], token: str) -> str:
-    return f"token {ids[token]}" if token in ids else "no token"
-
-
-def _token_ids(directory: Path) -> dict[str, int]:
-    path = directory / "tokenizer.json"
-    try:
-        said: Any = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary: Any = said["model"]["vocab"]
-        added = {one["content"]: int(one["id"]) for one in said.get("added_tokens") or ()}
-        if isinstance(vocabulary, dict):
-            return {**vocabulary, **added}
-        return {**{piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}, **added}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(
-            f"{path} can't be read, so the draft's vocabulary can't be compared with it: {error}"
-        ) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{path} holds no vocabulary that could be compared") from error
-
-
-def _refused(message: str) -> ConfigError:
-    return ConfigError(f"--sparse-draft: {message}", param="sparse_draft")

@@ -11,10 +11,11 @@ from collections import Counter
 from dataclasses import replace
 
 from headrace.config import Config
+from headrace.engine.draft_model import DraftModel
 from headrace.engine.memory import fitting_context
 from headrace.engine.pool import PrefixCache, PrefixPool
 from headrace.engine.runner import Runner
-from headrace.engine.sparse.draft import LOOKAHEAD, Importance, LoadedDraft, SparseDraft
+from headrace.engine.sparse.draft import LOOKAHEAD, Importance, SparseDraft
 from headrace.engine.sparse.select import CHUNK, select
 from headrace.errors import ContextTooLong
 from headrace.isolation import isolated
@@ -234,7 +235,7 @@ class SparsePrefill(Sparse):
 
 def start_sparse(
     config: Config,
-    draft: LoadedDraft,
+    draft: DraftModel,
     budget_bytes: int,
     chunk_tokens: int,
     max_model_len: int,

@@ -1,0 +1,106 @@
+"""What drafts tokens by a model, for many sequences at once: the prediction head (`head.py`), or a draft model
+(`model.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import mlx.core as mx
+
+from headrace.backend.cuda.row_kernels import most_likely
+from headrace.models.media import RowMedia
+from headrace.sampling.sampler import SamplingRow, sample
+from headrace.speculate.drafts import DraftBatch
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import StatePool
+
+EntryMedia = Callable[[int, int], RowMedia]
+"""A sequence's media as the head needs them for a range of tokens; see HeadEntries."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """A sequence between two steps.
+
+    token_ids: all known ones, at least one more than the state has computed.
+    num_drafts: wanted.
+    settings: for sampling the token after the known ones.
+    media: see EntryMedia.
+    """
+
+    state: SequenceState
+    token_ids: Sequence[int]
+    num_drafts: int
+    settings: SamplingRow
+    media: EntryMedia | None = None
+
+
+class Drafter(Protocol):
+    """Keeps what it has computed of a sequence with the sequence's state."""
+
+    @property
+    def num_new_variants(self) -> int:
+        """Steps so far, of the served model too, of a new compiled variant, see `CompiledSteps`."""
+
+    @property
+    def draft_model(self) -> str | None:
+        """The name of a separate model; None for a prediction head."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of a separate model."""
+
+    @property
+    def pool(self) -> StatePool | None:
+        """Of a separate model's states."""
+
+    def num_pending(self, state: SequenceState) -> int:
+        """Tokens that must be processed even if nothing is drafted, because what they need takes memory."""
+
+    def catch_up_together(self, rows: Sequence[tuple[SequenceState, Sequence[int], EntryMedia | None]]) -> None:
+        """Process the pending tokens, as before states are stored."""
+
+    def skip(self, state: SequenceState) -> None:
+        """Drop what is kept of a sequence that is not drafted for any more."""
+
+    def prefill_s(self, state: SequenceState, num_known: int) -> float:
+        """Seconds that `prefill` will take before the sequence can be drafted for; 0 if it can be now."""
+
+    def prefill(self, rows: Sequence[tuple[SequenceState, Sequence[int]]]) -> float:
+        """Process known tokens of the rows, the first ones first and as many as a step may wait for.
+
+        Waits for the device. Returns the seconds taken.
+        """
+
+    def draft(self, rows: Sequence[DraftRow]) -> DraftBatch:
+        """Drafts of the tokens after the known ones, for rows sorted by falling number; launched, not waited for."""
+
+
+def check_order(rows: Sequence[DraftRow]) -> None:
+    assert all(one.num_drafts >= other.num_drafts > 0 for one, other in pairwise(rows)), "the first want most"
+
+
+def next_drafts(logits: mx.array, rows: Sequence[DraftRow], depth: int) -> mx.array:
+    """A token for each row, `[R]` int32, sampled as its position will be verified, but for penalties of earlier drafts.
+
+    logits: `[R, V]`, after `depth` earlier drafts of these rows.
+    """
+    if all(row.settings.is_greedy and not row.settings.is_adjusted for row in rows):
+        return most_likely(logits, 0)
+    settings = [replace(row.settings, output_index=row.settings.output_index + depth) for row in rows]
+    return draw_drafts(logits, settings)
+
+
+def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """One draft per row, [R] int32, not evaluated.
+
+    logits: the drafter's, [R, V] in any float type. rows: how verification will sample the positions, see `row_after`.
+
+    The draft is sampled as if the logits were the served model's, with the random number of the verification. Where the
+    distributions are similar, both land on the same token more often than with an independent number, or than the
+    drafter's most likely token: by as much as the tokens' intervals overlap. A row with invalid logits gets any token.
+    """
+    return mx.maximum(sample(logits, rows), 0)

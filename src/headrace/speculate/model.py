@@ -1,0 +1,161 @@
+"""Drafts by a separate, smaller model of the same tokens, for many sequences at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from headrace.models.mixers.fused import MOST_TOKENS
+from headrace.models.packed import PackedModel, Row
+from headrace.recent_times import RecentTimes
+from headrace.speculate.drafter import DraftRow, EntryMedia, check_order, next_drafts
+from headrace.speculate.drafts import DraftBatch
+from headrace.state.sequence import Companion, SequenceState
+from headrace.state.slabs import StatePool
+
+LATEST_TOKENS = 512
+"""Tokens before the end of a text that a draft model begins with, at most."""
+
+FULL_TOKENS = 2048
+"""A state of so many tokens is replaced by one of the latest tokens."""
+
+MOST_DRAFTS = 16
+
+
+def most_tokens(context_length: int | None) -> int:
+    """Tokens of a draft model's state at most. context_length: the draft model's own; None if unknown."""
+    return FULL_TOKENS if context_length is None else min(FULL_TOKENS, context_length)
+
+
+class ModelDrafter:
+    """Keeps a draft model's states of the latest tokens of sequences, and drafts with it.
+
+    A state has a bounded number of tokens: neither its memory nor the time to compute it grows with the text, and it is
+    simply computed again after preemption or where the served model's prefix comes from a cache. It only has tokens
+    that are certain: drafts are computed in windows that are rolled back, which states of all kinds can do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weights_bytes: int,
+        model: PackedModel,
+        target: PackedModel,
+        pool: StatePool,
+        most_tokens: int,
+        chunk_tokens: int,
+    ) -> None:
+        """target: the served model. pool: of the draft model's states. most_tokens: in a state.
+
+        chunk_tokens: of all texts that are processed before a step, at most, because streams wait for it.
+        """
+        self.draft_model: str | None = name
+        self.weights_bytes = weights_bytes
+        self.pool: StatePool | None = pool
+        self._pool = pool
+        self._model = model
+        self._target = target
+        self._most_tokens = most_tokens - MOST_DRAFTS
+        self._chunk_tokens = chunk_tokens
+        self._latest = min(LATEST_TOKENS, self._most_tokens // 2)
+        self._token_times = RecentTimes[None]()
+        """Seconds per token of long chunks."""
+
+    @property
+    def num_new_variants(self) -> int:
+        return self._target.num_new_variants + self._model.num_new_variants
+
+    def num_pending(self, state: SequenceState) -> int:
+        return 0
+
+    def catch_up_together(self, rows: Sequence[tuple[SequenceState, Sequence[int], EntryMedia | None]]) -> None:
+        """Nothing to do: what is stored of a sequence doesn't include this model's state."""
+
+    def skip(self, state: SequenceState) -> None:
+        state.drop_companion()
+
+    def time_prefill(self, token_ids: Sequence[int]) -> None:
+        """Time a chunk of these tokens; the first run is not representative."""
+        for turn in range(3):
+            state = SequenceState(StatePool())
+            seconds = self.prefill([(state, token_ids)])
+            state.release()
+            if turn:
+                self._token_times.add(None, seconds / len(token_ids))
+
+    def prefill_s(self, state: SequenceState, num_known: int) -> float:
+        num_missing = num_known - self._start(state, num_known)
+        return 0.0 if num_missing <= MOST_TOKENS else num_missing * (self._token_times.usual(None) or 0.0)
+
+    def prefill(self, rows: Sequence[tuple[SequenceState, Sequence[int]]]) -> float:
+        started, left = time.monotonic(), self._chunk_tokens
+        for state, token_ids in rows:
+            if not left:
+                break
+            own = self._companion(state, len(token_ids))
+            # the last token is left for `draft`
+            chunk = list(token_ids[own.end : min(own.end + left, len(token_ids) - 1)])
+            if chunk:
+                mx.eval(self._extend([(own, chunk)]), own.state.arrays())
+                left -= len(chunk)
+        seconds = time.monotonic() - started
+        num_done = self._chunk_tokens - left
+        if num_done >= LATEST_TOKENS // 4:
+            self._token_times.add(None, seconds / num_done)
+        return seconds
+
+    def draft(self, rows: Sequence[DraftRow]) -> DraftBatch:
+        check_order(rows)
+        own = [self._companion(row.state, len(row.token_ids)) for row in rows]
+        new = [list(row.token_ids[one.end :]) for row, one in zip(rows, own, strict=True)]
+        drafts, counts = [next_drafts(self._extend(list(zip(own, new, strict=True))), rows, 0)], [len(rows)]
+        for depth in range(1, rows[0].num_drafts):
+            deeper = [row for row in rows if row.num_drafts > depth]
+            logits = self._after_drafts([one.state for one in own[: len(deeper)]], drafts)
+            drafts.append(next_drafts(logits, deeper, depth))
+            counts.append(len(deeper))
+        return DraftBatch(drafts[0] if len(drafts) == 1 else mx.concatenate(drafts), counts)
+
+    def _start(self, state: SequenceState, num_known: int) -> int:
+        """The first of the known tokens that is still to be processed."""
+        own = state.companion
+        if own is None or num_known - own.end > self._latest or num_known - own.start > self._most_tokens:
+            return max(0, num_known - self._latest)
+        return own.end
+
+    def _companion(self, state: SequenceState, num_known: int) -> Companion:
+        """The sequence's own state of this model, a new one where it is missing, full or far behind."""
+        start = self._start(state, num_known)
+        if state.companion is None or state.companion.end != start:
+            state.drop_companion()
+            state.companion = Companion(SequenceState(self._pool, num_known - start + MOST_DRAFTS), start)
+        return state.companion
+
+    def _extend(self, rows: Sequence[tuple[Companion, Sequence[int]]]) -> mx.array:
+        """Add certain tokens; returns the logits after the last one of each row."""
+        packed: list[Row] = []
+        picks: list[int] = []
+        for own, token_ids in rows:
+            own.state.begin(len(token_ids))
+            packed.append(Row(own.state, token_ids))
+            picks.append((picks[-1] if picks else -1) + len(token_ids))
+        logits = self._model.forward(packed, picks)
+        self._model.launch(logits, packed)
+        for own, token_ids in rows:
+            own.state.commit(len(token_ids))
+        return logits
+
+    def _after_drafts(self, states: Sequence[SequenceState], drafts: Sequence[mx.array]) -> mx.array:
+        """The logits after the rows' drafts, of which nothing is kept. drafts: by depth, of at least these rows."""
+        depth = len(drafts)
+        for state in states:
+            state.begin(depth, num_certain=0)
+        rows = [Row(state, (0,) * depth) for state in states]
+        ids = mx.stack([of_depth[: len(states)] for of_depth in drafts], axis=1).reshape(-1)
+        logits = self._model.forward(rows, range(depth - 1, depth * len(states), depth), ids)
+        self._model.launch(logits, rows)
+        for state in states:
+            state.commit(0)
+        return logits
