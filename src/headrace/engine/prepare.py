@@ -21,7 +21,6 @@ from headrace.engine.adapters import load_adapters
 from headrace.engine.disk_cache import DiskLoader, open_disk_tier
 from headrace.engine.draft_model import DraftModel, load_draft_model
 from headrace.engine.drafting import DrafterSetup, prepare_drafting
-from headrace.engine.drafting import DrafterSetup, prepare_drafting
 from headrace.engine.features import FeatureCache
 from headrace.engine.loop import Command, Loop, MemoryPlan, Parts
 from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state, state_budget, state_pool
@@ -96,17 +95,12 @@ def prepare(
     max_model_len = chosen_context(knobs.max_model_len, own_context, memory)
     tower = None if found is None else found[0]
     disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, sample, budget_bytes, here.kind)
-    report = (
-        *_device_lines(here, products),
-        *wired,
-        *loaded.report,
-        *_adapter_lines(named_adapters, adapters.num_bytes),
-        _context_line(max_model_len, cost.num_bytes(max_model_len), memory),
-        *drafting.report,
-        *(() if found is None else (found[1],)),
-        *(() if disk is None else (disk.report,)),
-        *(() if draft is None else (report_line(draft, config, of_draft),)),
-    )
+    adapter_lines = _adapter_lines(named_adapters, adapters.num_bytes)
+    context_line = _context_line(max_model_len, cost.num_bytes(max_model_len), memory)
+    report = (*_device_lines(here, products), *wired, *loaded.report, *adapter_lines, context_line, *drafting.report)
+    report += () if found is None else (found[1],)
+    report += () if disk is None else (disk.report,)
+    report += () if draft is None else (report_line(draft, config, of_draft),)
     parts, stages = _make_caches(config, files.name, cost, disk, tower, int(FEATURES_SHARE * budget_bytes))
     if draft is not None:
         window = loaded.packed.largest_window
@@ -124,9 +118,10 @@ def prepare(
         warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
         of_runner = packed, end, parts.prefixes, constraints, speculator, parts.features, adapters
         runner = Runner(*of_runner, pool=states, ahead=packed.launches_ahead)
-    report = (*report, *warm_up.report)
     loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
-    description = _describe(files, loaded, max_model_len, report, named_adapters, takes_media=tower is not None)
+    description = _describe(
+        files, loaded, max_model_len, report + warm_up.report, named_adapters, takes_media=tower is not None
+    )
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
 
 
