@@ -67,9 +67,7 @@ def prepare(
     set_up_libraries()
     products = blas.install(config.models.numerics)
     device.restore_open_files()
-    here = _current_device(config.models.numerics)
-    files = model_files(config)
-    knobs = config.engine
+    here, files, knobs = _current_device(config.models.numerics), model_files(config), config.engine
     if files.recipe is not None:
         check_knobs(config, files)
     if files.is_encoder:
@@ -110,18 +108,17 @@ def prepare(
         knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, stages=stages
     )
     states = state_pool(loaded.packed, cost, memory.budget_bytes, knobs.max_num_seqs, max_model_len)
-    packed, end, speculator = loaded.packed, loaded.tokens.end, drafting.speculator
+    packed, end = loaded.packed, loaded.tokens.end
     if is_pooling:
         warm_up = WarmUp(None, knobs.max_num_seqs, ())
         runner: Runner = PoolingRunner(packed, end, parts.prefixes, pool=states)
     else:
         warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
-        of_runner = packed, end, parts.prefixes, constraints, speculator, parts.features, adapters
+        of_runner = packed, end, parts.prefixes, constraints, drafting.speculator, parts.features, adapters
         runner = Runner(*of_runner, pool=states, ahead=packed.launches_ahead)
     loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
-    description = _describe(
-        files, loaded, max_model_len, report + warm_up.report, named_adapters, takes_media=tower is not None
-    )
+    report += warm_up.report
+    description = _describe(files, loaded, max_model_len, report, named_adapters, takes_media=tower is not None)
     return loop, description if draft is None else replace(description, sparse_draft=draft.name)
 
 
