@@ -182,6 +182,7 @@ def test_a_draining_server_finishes_its_requests_and_refuses_new_ones() -> None:
             health, status = client.get("/health"), client.get("/v1/status")
             refused, message = client.post(CHAT, json=BODY), client.post("/v1/messages", json={})
             assert client.get("/metrics").status_code == 200
+            assert client.post("/v1/markdown", json={"text": "*a*"}).status_code == 200  # of a stream in the page
             assert client.post("/v1/requests/mine/cancel").status_code == 200
         streamed = asked.result()
         _, err = process.communicate(timeout=PATIENCE_S)

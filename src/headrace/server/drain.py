@@ -16,8 +16,11 @@ class Drain:
         self.has_begun = True
 
     def refuses(self, method: str, path: str) -> bool:
-        """Whether a request would be new work. Questions about the server and cancelling are answered to the end."""
-        return self.has_begun and method == "POST" and not path.endswith("/cancel")
+        """Whether a request would be new work.
+
+        Questions about the server, cancelling, and the page's view of a stream are answered to the end.
+        """
+        return self.has_begun and method == "POST" and not path.endswith(("/cancel", "/markdown"))
 
 
 def draining_error() -> Draining:
