@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from headrace.common_prefix import common_length
 from headrace.errors import ContextTooLong, InvalidRequest, UnsupportedField
 from headrace.session.settings import check_prompt_ids, naming, refuse_oversized
 from headrace.text.tokenizer import Tokenizer
@@ -62,7 +64,7 @@ class PoolingInputs:
             raise InvalidRequest(f"{param} must not be empty", param=param)
         frames = self._tokenizer.frames
         num_special = frames.num_single if request.adds_special_tokens else 0
-        token_ids = self._fitted(self._encoded(prompt + given, cut, param), cut, num_special, param)
+        token_ids = self._fitted(self._encoded(prompt + given, param, is_cut=cut is not None), cut, num_special, param)
         if not token_ids:
             raise InvalidRequest(f"{param} has no tokens", param=param)
         return TokenizedInput(frames.around(token_ids) if request.adds_special_tokens else token_ids)
@@ -89,9 +91,9 @@ class PoolingInputs:
         def place(text: str, kind: str, param: str) -> int:
             if (kind, text) not in places:
                 places[kind, text] = len(inputs)
-                token_ids = self._encoded(prompt_of(self._traits, None, kind) + text, cut, param)
-                if kind == "document":
-                    token_ids = token_ids[: request.max_document_tokens]
+                most = request.max_document_tokens if kind == "document" else None
+                is_cut = cut is not None or most is not None
+                token_ids = self._encoded(prompt_of(self._traits, None, kind) + text, param, is_cut=is_cut)[:most]
                 frames = self._tokenizer.frames
                 inputs.append(TokenizedInput(frames.around(self._fitted(token_ids, cut, frames.num_single, param))))
             return places[kind, text]
@@ -103,42 +105,40 @@ class PoolingInputs:
         return inputs, pairs
 
     def _pair(self, request: ScoreRequest, query: str, document: str, known: dict[str, Ids]) -> TokenizedInput:
-        cut = request.options.truncation
-        first = self._known(query, cut, request.query_field, known)
-        second = self._known(document, cut, request.document_field, known)[: request.max_document_tokens]
-        room = self._limit(cut) - self._tokenizer.frames.num_pair
+        cut, frames = request.options.truncation, self._tokenizer.frames
+        first = self._known(query, request, request.query_field, known)
+        second = self._known(document, request, request.document_field, known)[: request.max_document_tokens]
+        room = self._limit(cut) - frames.num_pair
         if len(first) + len(second) > room:
             if cut is None:
-                self._refuse(len(first) + len(second) + self._tokenizer.frames.num_pair, request.document_field)
-            first, second = _longest_cut(first, second, max(room, 2), keeps_end=cut is not None and cut.keeps_end)
-        token_ids, start = self._tokenizer.frames.around_pair(first, second)
+                self._refuse(len(first) + len(second) + frames.num_pair, request.document_field)
+            if room < 2:
+                raise _no_room(self._limit(cut), "a pair")
+            first, second = _longest_cut(first, second, room, keeps_end=cut is not None and cut.keeps_end)
+        token_ids, start = frames.around_pair(first, second)
         return TokenizedInput(token_ids, start)
 
     def _in_template(self, request: ScoreRequest, query: str, document: str, known: dict[str, Ids]) -> TokenizedInput:
         """A prompt whose document is cut if need be. Markers in the texts of a request stay text."""
-        template, cut = self._traits.template, request.options.truncation
-        assert template is not None
-        most = request.max_document_tokens
-        token_ids = self._prompt(template, request.instruction, query, document)
-        limit = self._limit(cut)
+        assert self._traits.template is not None
+        cut, most = request.options.truncation, request.max_document_tokens
+        self._check_size(query, request.query_field, is_cut=False)
+        self._check_size(document, request.document_field, is_cut=cut is not None or most is not None)
+        encode = partial(self._prompt, self._traits.template, request.instruction, query)
+        token_ids, limit = encode(document), self._limit(cut)
         if len(token_ids) <= limit and most is None:
             return TokenizedInput(token_ids)
-        of_document = self._known(document, cut, request.document_field, known)
-        room = limit - len(self._prompt(template, request.instruction, query, ""))
-        if cut is None:
-            room = len(of_document)
-        num_kept = min(room, len(of_document) if most is None else most)
-        if num_kept < len(of_document):
-            if num_kept < 1 and limit < self._model.max_model_len:
-                raise _no_room(limit, "a document")
-            if num_kept < 1:
-                self._refuse(len(token_ids), request.query_field)
-            kept = _cut(of_document, num_kept, keeps_end=cut is not None and cut.keeps_end)
-            before, after = self._prompt_parts(template, request.instruction, query)
-            token_ids = (*before, *kept, *after)
-        if len(token_ids) > self._model.max_model_len:
-            self._refuse(len(token_ids), request.document_field)
-        return TokenizedInput(token_ids)
+        num_after = len(self._tokenizer.encode(self._traits.template.parts[-1]))
+        start = common_length(token_ids, encode("")[:-num_after])
+        of_document = token_ids[start:-num_after]
+        room = limit - start - num_after
+        wanted = len(of_document) if most is None else min(most, len(of_document))
+        if room < 1 and limit < self._model.max_model_len:
+            raise _no_room(limit, "a document")
+        if room < 1 or (wanted > room and cut is None):
+            self._refuse(limit - room + wanted, request.query_field if room < 1 else request.document_field)
+        kept = _cut(of_document, min(wanted, room), keeps_end=cut is not None and cut.keeps_end)
+        return TokenizedInput((*token_ids[:start], *kept, *token_ids[-num_after:]))
 
     def _prompt(self, template: PairTemplate, instruction: str | None, query: str, document: str) -> Ids:
         before, by_query, by_document, after = template.parts
@@ -153,23 +153,28 @@ class PoolingInputs:
         ]
         return tuple(self._tokenizer.encode_mixed(runs).tolist())
 
-    def _prompt_parts(self, template: PairTemplate, instruction: str | None, query: str) -> tuple[Ids, Ids]:
-        """Token ids before and after the document."""
-        after = tuple(self._tokenizer.encode(template.parts[-1]))
-        return self._prompt(template, instruction, query, "")[: -len(after)], after
-
-    def _known(self, text: str, cut: Truncation | None, param: str, known: dict[str, Ids]) -> Ids:
+    def _known(self, text: str, request: ScoreRequest, param: str, known: dict[str, Ids]) -> Ids:
         if text not in known:
-            known[text] = self._encoded(text, cut, param)
+            is_cut = request.options.truncation is not None or (
+                param == request.document_field and request.max_document_tokens is not None
+            )
+            known[text] = self._encoded(text, param, is_cut=is_cut)
         return known[text]
 
-    def _encoded(self, text: str, cut: Truncation | None, param: str) -> Ids:
-        refuse_oversized((text,), self._model.max_model_len, param)
-        limit = self._model.max_model_len
-        if cut is None and len(text) > limit and (num_tokens := self._tokenizer.least_num_tokens((text,))) > limit:
-            raise ContextTooLong.of_prompt(limit, num_tokens, param, at_least=True)
+    def _encoded(self, text: str, param: str, *, is_cut: bool) -> Ids:
+        self._check_size(text, param, is_cut=is_cut)
         encode: Callable[[str], Sequence[int]] = naming(param, self._tokenizer.encode)
         return tuple(encode(text.lower() if self._traits.lower_cases else text))
+
+    def _check_size(self, text: str, param: str, *, is_cut: bool) -> None:
+        """Raise ContextTooLong for a text that is too long to be encoded, or surely too long for the model.
+
+        is_cut: a text for the latter is cut.
+        """
+        limit = self._model.max_model_len
+        refuse_oversized((text,), limit, param)
+        if not is_cut and len(text) > limit and (num_tokens := self._tokenizer.least_num_tokens((text,))) > limit:
+            raise ContextTooLong.of_prompt(limit, num_tokens, param, at_least=True)
 
     def _limit(self, cut: Truncation | None) -> int:
         limit = self._model.max_model_len
