@@ -22,7 +22,7 @@ from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.text.template import PromptHead, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, TextPart
-from headrace.types.events import FinishReason, TokenLogprobs, TokenOutput
+from headrace.types.events import FinishReason, Forecast, TokenLogprobs, TokenOutput
 from headrace.types.media import Route
 from headrace.types.model import ModelDescription, TokenIds
 from headrace.types.request import GenerationRequest
@@ -203,6 +203,7 @@ class FakeEngine:
 
     requests: all that were made. aborted: ids of those that were closed before their end; finished: ids and reasons
     of those that their reader ended; cancelled: ids that abort() ended. refusal: what every request is refused with.
+    wait_s: what a forecast says. num_forecasts: how often one was asked for.
     """
 
     def __init__(self, *script: Step, model: ModelDescription | None = None, num_cached_tokens: int = 0) -> None:
@@ -212,6 +213,8 @@ class FakeEngine:
         self.finished: list[tuple[str, FinishReason]] = []
         self.cancelled: list[str] = []
         self.refusal: Exception | None = None
+        self.wait_s: float | None = None
+        self.num_forecasts = 0
         self.sick: str | None = None
         self.warmth = WarmUpStatus()
         self.held: CacheStatus | None = None
@@ -240,6 +243,11 @@ class FakeEngine:
         self._streams.append(FakeStream(self, request))
         self.on_start()
         return self._streams[-1]
+
+    async def forecast(self, requests: Sequence[GenerationRequest]) -> Forecast:
+        self.num_forecasts += 1
+        lengths = [len(request.prompt) for request in requests]
+        return Forecast(sum(lengths), max(lengths) - self._num_cached_tokens, self.wait_s)
 
     async def abort(self, request_id: str) -> bool:
         found = [stream for stream in self._live() if stream.request.request_id == request_id]

@@ -56,7 +56,7 @@ RULES: dict[str, set[str]] = {
         *("engine", "text", "media", "grammar", "tool_calls", "families"),
     },
     "server": {
-        *("types", "errors", "isolation", "cancellation", "long_work", "config"),
+        *("types", "errors", "isolation", "cancellation", "long_work", "config", "config_loading"),
         *("session", "api", "page", "engine", "metrics", "clients"),
     },
     "replicas": {

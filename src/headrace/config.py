@@ -169,6 +169,32 @@ class ServerConfig:
         metavar="S",
         minimum=0.0,
     )
+    handover: str | None = knob(
+        None,
+        "another server of OpenAI's or Anthropic's API, with or without /v1, which answers requests that are too much "
+        "for this one",
+        metavar="URL",
+    )
+    handover_tokens: int | None = knob(
+        None,
+        "hand over requests with a prompt of more tokens than this that are not cached",
+        metavar="N",
+        minimum=0,
+        needs="handover",
+    )
+    handover_wait: float | None = knob(
+        None,
+        "hand over requests whose first token others would delay by more than this, as far as that can be estimated",
+        metavar="SECONDS",
+        minimum=0.0,
+        needs="handover",
+    )
+    handover_model: str | None = knob(
+        None, "model name for that server instead of the request's own", metavar="NAME", needs="handover"
+    )
+    handover_key_env: str | None = knob(
+        None, "environment variable that holds that server's API key", metavar="VARIABLE", needs="handover"
+    )
     reasoning_field: str = knob(
         "reasoning_content", "name of the thinking text in chat answers", choices=("reasoning_content", "reasoning")
     )

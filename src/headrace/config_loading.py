@@ -57,6 +57,16 @@ def environment_for(changes: Mapping[str, str], direct_host: str | None = None) 
     return environ
 
 
+def secret_in(variable: str, source: str, environ: Mapping[str, str] | None = None) -> str:
+    """The value of a variable that a knob names. source: the knob's flag. Raises ConfigError, never with the value."""
+    secret = (os.environ if environ is None else environ).get(variable, "").strip()
+    if not secret:
+        raise ConfigError(f"{source}: the environment variable {variable} is not set")
+    if not (secret.isascii() and secret.isprintable()):
+        raise ConfigError(f"{source}: the value of {variable} can't be sent in a header")
+    return secret
+
+
 def warn_of_unknown_variables(environ: Mapping[str, str] | None = None) -> None:
     """Log each variable with our prefix that is no knob: a typo would otherwise go unnoticed."""
     known = {each.name.upper() for each in all_knobs()}

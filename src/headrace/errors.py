@@ -20,6 +20,7 @@ HeadraceError
 │       └── Draining          503  the server is shutting down and takes no new requests
 ├── GenerationFailed          500  one request's work raised; the engine goes on
 ├── EngineDead                503  the engine's thread is gone
+├── HandoverBroken            502  another server's answer broke off after its beginning
 ├── ConfigError                    a flag or an environment value is wrong
 └── ModelError                     a model can't be loaded; says what is missing
 """
@@ -202,6 +203,13 @@ class EngineDead(HeadraceError):
 
     status = 503
     code = "engine_dead"
+
+
+class HandoverBroken(HeadraceError):
+    """Another server's answer broke off after its first part had been passed on."""
+
+    status = 502
+    code = "handover_broken"
 
 
 class ConfigError(HeadraceError):

@@ -29,6 +29,7 @@ from headrace.types.status import (
     DiskStatus,
     DraftStatus,
     EngineStatus,
+    HandoverStatus,
     MemoryStatus,
     ProcessStatus,
     SparseStatus,
@@ -127,7 +128,8 @@ def test_every_metric_is_listed() -> None:
     cache = CacheStatus(*[0] * 8, disk=DiskStatus(*[0] * 11))
     sparse = SparseStatus("draft", 0, 0, 0, (), 0, 0, 0, 0)
     memory, drafts = MemoryStatus(*[0] * 9), DraftStatus(max_drafts=1, num_failures=0)
-    status = EngineStatus(0, 0, (), memory, Stats().counters(), cache, drafts=drafts, sparse=sparse)
+    parts = {"drafts": drafts, "sparse": sparse, "handover": HandoverStatus(0, 0, 0)}
+    status = EngineStatus(0, 0, (), memory, Stats().counters(), cache, **parts)  # type: ignore[arg-type]  # by name
     page = render(status, "m", ProcessStatus(0, 0, 0))
     known = [line.split(" ")[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert same(names("api-server.md", "GET /metrics"), known)

@@ -11,8 +11,8 @@ from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import prepare as prepare_module
+from headrace.engine.commands import Abort
 from headrace.engine.engine import Engine
-from headrace.engine.loop import Abort
 from headrace.engine.runner import Runner
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 from headrace.types.step import Chunk, StepPlan, StepResult

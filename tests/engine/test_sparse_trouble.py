@@ -13,9 +13,10 @@ from engine.sparse_models import GREEDY, config, name_tokens, save, tokens
 from models import tiny_head
 
 from headrace.engine import prepare as prepare_module
+from headrace.engine.commands import Abort, Command, Inspect, Stop, Submit
 from headrace.engine.delivery import Accepted, OutputQueue
 from headrace.engine.engine import Engine
-from headrace.engine.loop import Abort, Command, Inspect, Loop, Stop, Submit
+from headrace.engine.loop import Loop
 from headrace.engine.runner import Runner
 from headrace.engine.sparse import draft as draft_module
 from headrace.engine.sparse.draft import Importance, SparseDraft

@@ -105,6 +105,10 @@ class StreamOptionsBody(StrictBody):
     continuous_usage_stats: bool | None = None
 
 
+OWN_FIELDS = frozenset({"handover", "sparse_prefill", "sparse_keep", "draft_tokens"})
+"""Fields of a body that only this server defines: they are not sent on to another one."""
+
+
 class GenerationBody(StrictBody):
     """Fields of every generating route."""
 
@@ -115,6 +119,7 @@ class GenerationBody(StrictBody):
     cache_salt: ShortText | None = None
     sparse_prefill: bool | Literal["auto"] | None = None
     sparse_keep: float | None = None
+    handover: bool | None = None
     stream: bool | None = None
 
 
@@ -176,6 +181,11 @@ class Call(Generic[Asked]):
     usage_in_chunks: bool = False
     timings_in_chunks: bool = False
 
+    @property
+    def continues_stored(self) -> bool:
+        """Whether its prompt has parts that are stored here."""
+        return False
+
 
 def generation_options(
     parsed: GenerationBody, defaults: GenerationOptions, max_tokens: int | None
@@ -188,6 +198,7 @@ def generation_options(
         max_tokens=_limit(defaults.max_tokens if max_tokens is None else max_tokens),
         sparse_prefill=None if parsed.sparse_prefill == "auto" else parsed.sparse_prefill,
         sparse_keep=parsed.sparse_keep,
+        may_hand_over=parsed.handover is not False,
         cache_salt=parsed.cache_salt or "",
     )
 

@@ -177,6 +177,13 @@ class ResponseCall(Call[ChatRequest]):
     includes_encrypted: bool
     includes_summary: bool
 
+    @property
+    def continues_stored(self) -> bool:
+        sent = self.body.get("input")
+        items = sent if isinstance(sent, list) else ()
+        has_references = any(item.get("type") == "item_reference" for item in items)
+        return self.body.get("previous_response_id") is not None or has_references
+
 
 def read_response(body: JsonBody, earlier: Earlier, model: ModelTraits) -> ResponseCall:
     """Parse and validate a body.

@@ -22,7 +22,7 @@ from headrace.cli.configured import (
 )
 from headrace.cli.progress import loading_text, preparing_text, show_prompts
 from headrace.cli.progress_line import ProgressLine, Waiting
-from headrace.config import Config
+from headrace.config import Config, ServerConfig
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.models.purpose import purpose_by_name
@@ -45,12 +45,23 @@ def summary(config: Config, session: AnySession) -> tuple[str, ...]:
             f"can do: {', '.join(_pooling_abilities(session))}",
             f"assumed: {session.pooling.assumed or 'nothing'}",
         )
-    return (
+    lines = (
         first,
         f"context: {model.max_model_len} tokens, prompt and answer together",
         f"can do: {', '.join(_abilities(config, session))}",
         f"missing: {'; '.join(_gaps(config, session)) or 'nothing'}",
     )
+    return (*lines, *_handover(config.server))
+
+
+def _handover(config: ServerConfig) -> Iterator[str]:
+    limits = []
+    if config.handover_tokens is not None:
+        limits.append(f"prompts of more than {config.handover_tokens} uncached tokens")
+    if config.handover_wait is not None:
+        limits.append(f"requests that would wait more than {config.handover_wait:g} s")
+    if config.handover is not None:
+        yield f"hands over: {' and '.join(limits)}, to {config.handover}"
 
 
 def _abilities(config: Config, session: Session) -> Iterator[str]:

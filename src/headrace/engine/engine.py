@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,8 +24,8 @@ import mlx.core as mx
 
 from headrace.config import Config
 from headrace.engine.adapters import DropAdapter, LoadAdapter
+from headrace.engine.commands import Abort, ClearCache, Command, Estimate, Inspect, Stop, Submit
 from headrace.engine.delivery import Item, OutputQueue
-from headrace.engine.loop import Abort, ClearCache, Command, Inspect, Stop, Submit
 from headrace.engine.prepare import prepare
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
@@ -33,7 +33,7 @@ from headrace.grammar.factory import ConstraintFactory
 from headrace.isolation import errors_as
 from headrace.models.lora_files import read_adapter
 from headrace.models.picture_processor import PictureProcessor, load_picture_processor
-from headrace.types.events import FinishReason, TokenOutput
+from headrace.types.events import FinishReason, Forecast, TokenOutput
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
 from headrace.types.status import EngineStatus, WarmUpStatus
@@ -203,6 +203,10 @@ class Engine:
     async def status(self) -> EngineStatus:
         """The status between two steps. Raises EngineDead."""
         return await self._ask(Inspect)
+
+    async def forecast(self, requests: Sequence[GenerationRequest]) -> Forecast:
+        """What a client's prompts would cost if they were submitted after the step in progress. Raises EngineDead."""
+        return await self._ask(partial(Estimate, tuple(requests)))
 
     async def clear_cache(self) -> int:
         """Drop all entries of the prefix cache that are not in use. Returns the bytes freed. Raises EngineDead."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +14,7 @@ import mlx.core as mx
 from headrace.backend import device
 from headrace.backend.gpu_use import gpu_utilization
 from headrace.engine.adapters import DropAdapter, LoadAdapter
+from headrace.engine.commands import Abort, ClearCache, Command, Estimate, Inspect, Stop, Submit
 from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
 from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
@@ -26,6 +27,7 @@ from headrace.errors import EngineDead, GenerationFailed, HeadraceError, Request
 from headrace.metrics.stats import Stats
 from headrace.prefix.budget import Kind, MemoryUsage
 from headrace.scheduler.scheduler import Scheduler, StepOutcome
+from headrace.types.events import Forecast
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 from headrace.types.status import DeviceStatus, EngineStatus, MemoryStatus
 from headrace.types.step import StepPlan
@@ -37,49 +39,6 @@ DISK_POLL_S = 0.002
 
 IDLE_S = 1.0
 """Without a command for so long, freed buffers go back to the system where other programs use the same memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """Begin a request. now: when it was submitted, in monotonic seconds."""
-
-    request: GenerationRequest
-    outputs: OutputQueue
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End a request; `reply` gets whether it was in progress. reason: counted by the metrics.
-
-    An unknown id is no error: the request may just have finished.
-    """
-
-    request_id: str
-    reply: Callable[[bool], None] | None = None
-    reason: str = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class Inspect:
-    """Reply with the status between two steps."""
-
-    reply: Callable[[EngineStatus], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the thread after the step in progress."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClearCache:
-    """Drop all entries of the prefix cache that are not in use; `reply` gets the bytes freed."""
-
-    reply: Callable[[int], None]
-
-
-Command = Submit | Abort | Inspect | LoadAdapter | DropAdapter | ClearCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +163,8 @@ class Loop:
                     command.reply(0)
                 elif isinstance(command, LoadAdapter | DropAdapter):
                     command.reply(error)
+                elif isinstance(command, Estimate):
+                    command.reply(Forecast(0, 0, None))
         finally:
             # also if the device has failed, so that there is no status
             self._hand_over([(outputs, error) for outputs in queues])
@@ -281,8 +242,17 @@ class Loop:
                 reply(self._clear_cache())
             case LoadAdapter() | DropAdapter():
                 self._adapters.execute(command, self._reserve)
+            case Estimate(requests, reply):
+                reply(self._forecast(requests))
             case Stop():
                 self._is_stopping = True
+
+    def _forecast(self, requests: Sequence[GenerationRequest]) -> Forecast:
+        uncached = [len(request.prompt) - self._prefixes.num_cached(request) for request in requests]
+        waits_s = [self._scheduler.wait_s(*each) for each in zip(requests, uncached, strict=True)]
+        known_s = [wait_s for wait_s in waits_s if wait_s is not None]
+        wait_s = max(known_s) if len(known_s) == len(waits_s) else None
+        return Forecast(sum(len(request.prompt) for request in requests), max(uncached), wait_s)
 
     def _clear_cache(self) -> int:
         media_bytes = self._features.evict(self._features.num_bytes)

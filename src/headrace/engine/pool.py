@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.common_prefix import common_length
@@ -99,6 +99,10 @@ class _Prompt:
     is_done: bool = False
     is_sparse: bool = False
 
+    def last_snapshot(self, length: int) -> int:
+        """The last snapshot, taken or still to be taken, of at most that length; 0 for none."""
+        return max((each for each in self.snapshots.keys() | self.snapshot_points if each <= length), default=0)
+
 
 class PrefixCache:
     """The interface of a prefix cache, and one that keeps nothing."""
@@ -113,6 +117,10 @@ class PrefixCache:
 
     def status(self) -> CacheStatus | None:
         return None
+
+    def num_cached(self, request: GenerationRequest) -> int:
+        """How many of a prompt's tokens a request would not compute if it came now; holds nothing."""
+        return 0
 
     def restore(self, request_id: str, state: SequenceState) -> None:
         """Bring a fresh state to the length that `prepare` found."""
@@ -193,12 +201,7 @@ class PrefixPool(PrefixCache):
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
         """Find and lock the cached part of the prompt; at least one token is left to compute."""
-        namespace = Namespace(self._weights, request.adapter or "", request.cache_salt)
-        media = request.media.inputs if request.media is not None else ()
-        key = cache_key(request.prompt, [MediaKey(each.start, each.end, each.digest) for each in media])
-        # log-probabilities of prompt tokens need every token's logits
-        limit = 0 if request.num_prompt_logprobs is not None else len(key) - 1
-        lookup = Lookup(namespace, key, self._tree.match(namespace, key, limit))
+        lookup = self._look_up(request)
         if self._is_worth_waiting(lookup):
             return WaitReason.PREFIX
         match = lookup.match
@@ -209,25 +212,52 @@ class PrefixPool(PrefixCache):
         self._prompts[request.request_id] = _Prompt(lookup, points, match.num_tokens, counts)
         return replace(plan, num_cached=match.num_tokens, reuse=restore.report)
 
+    def _look_up(self, request: GenerationRequest) -> Lookup:
+        namespace = Namespace(self._weights, request.adapter or "", request.cache_salt)
+        media = request.media.inputs if request.media is not None else ()
+        key = cache_key(request.prompt, [MediaKey(each.start, each.end, each.digest) for each in media])
+        # log-probabilities of prompt tokens need every token's logits
+        limit = 0 if request.num_prompt_logprobs is not None else len(key) - 1
+        return Lookup(namespace, key, self._tree.match(namespace, key, limit))
+
+    def num_cached(self, request: GenerationRequest) -> int:
+        """In memory, on disk, or once a prompt in progress is computed."""
+        lookup = self._look_up(request)
+        num_cached = lookup.match.num_tokens
+        for other, common in self._in_progress(lookup):
+            if self.needs_snapshots and not self._can_snapshot(other, common):
+                common = other.last_snapshot(common)
+            if common - lookup.match.num_tokens >= WAIT_TOKENS:
+                num_cached = max(num_cached, common)
+        if self._disk is not None:
+            found = self._disk.match(lookup.namespace, lookup.key, lookup.match.limit)
+            if found is not None and num_cached < found.num_tokens and self._disk.is_worth_reading(found, num_cached):
+                num_cached = found.num_tokens
+        return num_cached
+
     def still_waits(self, request_id: str) -> bool:
         """No: whether another prompt still helps is known only by looking again."""
         return False
 
     def _is_worth_waiting(self, lookup: Lookup) -> bool:
         """Whether a prompt in progress shares much more; it is then asked for a snapshot at the branch point."""
-        match = lookup.match
-        for other in self._prompts.values():
-            if other.is_done or other.lookup.namespace != lookup.namespace:
-                continue
-            common = min(common_length(other.lookup.key, lookup.key), match.limit)
+        for other, common in self._in_progress(lookup):
             if self.needs_snapshots:
-                if common > other.num_computed and common >= self._shortest_prefix:
+                if self._can_snapshot(other, common):
                     other.snapshot_points.add(common)
-                taken = {length for length in other.snapshots.keys() | other.snapshot_points if length <= common}
-                common = max(taken, default=0)
-            if common - match.num_tokens >= WAIT_TOKENS:
+                common = other.last_snapshot(common)
+            if common - lookup.match.num_tokens >= WAIT_TOKENS:
                 return True
         return False
+
+    def _in_progress(self, lookup: Lookup) -> Iterator[tuple[_Prompt, int]]:
+        """The prompts that are being computed, with the length of the prefix that each shares."""
+        for other in self._prompts.values():
+            if not other.is_done and other.lookup.namespace == lookup.namespace:
+                yield other, min(common_length(other.lookup.key, lookup.key), lookup.match.limit)
+
+    def _can_snapshot(self, prompt: _Prompt, length: int) -> bool:
+        return length > prompt.num_computed and length >= self._shortest_prefix
 
     def lookup(self, request_id: str) -> Lookup:
         return self._prompts[request_id].lookup

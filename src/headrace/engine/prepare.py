@@ -18,11 +18,12 @@ from headrace.backend.mac import wire
 from headrace.config import Config
 from headrace.config_loading import set_up_libraries, with_suggestion
 from headrace.engine.adapters import load_adapters
+from headrace.engine.commands import Command
 from headrace.engine.disk_cache import DiskLoader, open_disk_tier
 from headrace.engine.draft_model import DraftModel, load_draft_model
 from headrace.engine.drafting import DrafterSetup, prepare_drafting
 from headrace.engine.features import FeatureCache
-from headrace.engine.loop import Command, Loop, MemoryPlan, Parts
+from headrace.engine.loop import Loop, MemoryPlan, Parts
 from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state, state_budget, state_pool
 from headrace.engine.pool import PrefixPool
 from headrace.engine.pooling import PoolingRunner

@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from headrace.backend.device import Device
 from headrace.config import Config
-from headrace.engine.loop import Command, Loop, MemoryPlan, Parts
+from headrace.engine.commands import Command
+from headrace.engine.loop import Loop, MemoryPlan, Parts
 from headrace.engine.memory import chosen_context, state_budget
 from headrace.engine.pooling import BATCH_TOKENS, EncoderRunner
 from headrace.engine.warm_up import WarmUp

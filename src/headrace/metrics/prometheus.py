@@ -33,7 +33,7 @@ def render(status: EngineStatus, model_name: str, process: ProcessStatus) -> str
 
 
 def _figures(status: EngineStatus, process: ProcessStatus) -> Iterator[tuple[Metric, Any]]:
-    parts = [status, status.counters, status.cache, status.cache and status.cache.disk, status.sparse]
+    parts = [status, status.counters, status.cache, status.cache and status.cache.disk, status.sparse, status.handover]
     for part in (*parts, status.memory, status.step_forms, process):
         yield from _figures_of(part)
     yield _USAGE, status.memory.usage

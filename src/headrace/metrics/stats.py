@@ -74,7 +74,7 @@ class Stats:
         self._num_cached_tokens = 0
         self._num_steps = 0
         self._finished: Counter[str] = Counter()
-        self._routes = Counter(dict.fromkeys(Route, 0))
+        self._routes = Counter({Route.TEXT: 0, Route.MEDIA: 0})
         self._num_windows = 0
         self._num_drafted = 0
         self._accepted_at: list[int] = []

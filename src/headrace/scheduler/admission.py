@@ -112,8 +112,12 @@ class Admission:
         """Add bytes to the budget."""
         self._memory = replace(self._memory, budget_bytes=self._memory.budget_bytes + num_bytes)
 
+    @property
+    def num_free_rows(self) -> int:
+        return self.max_num_seqs - self._num_rows
+
     def has_rows(self, num_rows: int) -> bool:
-        return self._num_rows + num_rows <= self.max_num_seqs
+        return num_rows <= self.num_free_rows
 
     def check(self, request: GenerationRequest) -> None:
         """Reject a request that could not run even alone.

@@ -46,6 +46,10 @@ class Rows:
     def num_preempted(self) -> int:
         return sum(sequence.is_preempted for sequence in self._started.values())
 
+    @property
+    def num_free(self) -> int:
+        return self._admission.num_free_rows
+
     def has(self, sequence: Sequence) -> bool:
         return sequence.id in self._started
 
@@ -54,6 +58,14 @@ class Rows:
         self._admission.release(sequence)
         if sequence.id in self._preempted:
             self._preempted.remove(sequence.id)
+
+    def has_room(self, live: LiveRequest) -> bool:
+        """Whether a request that is not queued could start at once if it were next. No step may be in flight."""
+        preempted = self._admission.admit(live, self._started.values())
+        if isinstance(preempted, WaitReason):
+            return False
+        self._admission.withdraw(live, preempted)
+        return True
 
     def waits_for(self, live: LiveRequest) -> WaitReason | None:
         """What a request waits for, as of the last plan; None if it runs."""

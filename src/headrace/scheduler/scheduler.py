@@ -14,9 +14,10 @@ from headrace.scheduler.rows import Rows
 from headrace.scheduler.stages import PromptStages, Stage
 from headrace.scheduler.step_result import check_result
 from headrace.scheduler.step_time_model import MEDIA_SLOWDOWN, SLOWDOWN, StepTimeModel
+from headrace.scheduler.wait_estimate import WaitEstimate
 from headrace.scheduler.waiting import FairShares, WaitingQueue
 from headrace.types.events import TokenOutput
-from headrace.types.request import GenerationRequest
+from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 from headrace.types.status import RequestStatus
 from headrace.types.step import Chunk, ChunkResult, StepPlan, StepResult
 
@@ -77,6 +78,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._shares)
         self._prefill = PrefillTurns()
         self._step_times = StepTimeModel()
+        self._wait_times = WaitEstimate()
         self._stages = PromptStages(stages)
         self._rows = Rows(self._admission, self._waiting, self._stages, self._prefill)
         self._live: dict[str, LiveRequest] = {}
@@ -159,6 +161,20 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting, and the queue is full", retry_after_s=self._retry_after_s()
             )
 
+    def wait_s(self, request: GenerationRequest, num_uncached: int) -> float | None:
+        """Estimated seconds by which the requests in progress would delay a new one's first token; None if unknown.
+
+        num_uncached: of its prompt's tokens. See `wait_estimate`. No step may be in flight.
+        """
+        self._shares.join(request.session)
+        try:
+            queue_s = self._wait_times.queue_s(LiveRequest(request, added_s=0.0), self._waiting, self._rows)
+        finally:
+            self._shares.leave(request.session)
+        prompts = [live for live in self._live.values() if live.is_started and live.request.priority < IDLE_PRIORITY]
+        shared_s = self._wait_times.prefill_s(prompts, num_uncached, self._step_times)
+        return None if queue_s is None or shared_s is None else max(queue_s, shared_s)
+
     def abort(self, request_id: str) -> bool:
         """End a request; it outputs nothing more. Returns False if there is no such request.
 
@@ -219,6 +235,7 @@ class Scheduler:
                 if not live.has_ended:
                     continue
                 finished.append(live.id)
+                self._wait_times.ended(live, now)
             self._end(live)
         of_others = {name: error for name, error in errors.items() if not stepped[name].is_aborted}
         return StepOutcome(tuple(outputs), of_others, tuple(finished))

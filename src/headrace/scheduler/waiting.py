@@ -97,6 +97,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def before(self, request: GenerationRequest) -> list[LiveRequest]:
+        """Requests that start before this one, which is not queued; its session has joined the shares."""
+        turn = self.turn(request)
+        return [live for live in self._waiting.values() if self.turn(live.request) <= turn]
+
     def push(self, live: LiveRequest) -> None:
         self._waiting[live.id] = live
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -15,24 +15,26 @@ from starlette.responses import JSONResponse, Response
 from headrace.api.answer_encoder import AnswerEncoder, AnswerHeading
 from headrace.api.anthropic_answer import MessagesAnswer
 from headrace.api.anthropic_request import read_messages
+from headrace.api.foreign_answer import ForeignAnswer, ForeignCompletion, ForeignMessage
 from headrace.api.json_body import JsonBody
 from headrace.api.openai_answer import ChatAnswer, CompletionAnswer
 from headrace.api.openai_chat import read_chat_completion
 from headrace.api.openai_completion import read_completion
 from headrace.api.openai_sampling import Call
 from headrace.config import ServerConfig
-from headrace.errors import HeadraceError, RequestCancelled, RequestError
+from headrace.errors import ContextTooLong, HeadraceError, RequestCancelled, RequestError
 from headrace.server.bookkeeping import LiveRequests, RequestRecord, UnknownFields, logged_failure
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone, EventStream, while_connected
+from headrace.server.handover import Handover, HandoverFailed, Offer
 from headrace.server.model_calls import Body, read_json_body
-from headrace.server.responses import closing_error, ignored_headers
+from headrace.server.responses import ignored_headers
 from headrace.server.session_header import session_header
 from headrace.session.embeddings import text_session
 from headrace.session.models import Models, Target
 from headrace.session.prompts import generation_ids
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest, CompletionRequest
-from headrace.types.events import Event
+from headrace.types.events import Event, Forecast
 from headrace.types.model import ModelTraits
 
 log = logging.getLogger("headrace.server")
@@ -45,11 +47,13 @@ _MAX_SESSION_LENGTH = 256
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[Asked]):
-    """One API: how its body is read, what generates the answer, and how that is encoded."""
+    """One API: how its body is read, what generates the answer, how that is encoded, and how another server's answer is
+    passed on."""
 
     read: Callable[[JsonBody, ModelTraits], Call[Asked]]
     events: Callable[[Session, Asked], AsyncGenerator[Event, None]]
     encoder: Callable[[Call[Asked], AnswerHeading], AnswerEncoder]
+    foreign: Callable[[Call[Asked]], ForeignAnswer]
 
 
 def chat_dialect(config: ServerConfig) -> Dialect[ChatRequest]:
@@ -65,11 +69,14 @@ def chat_dialect(config: ServerConfig) -> Dialect[ChatRequest]:
             reasoning_field=config.reasoning_field,
         )
 
-    return Dialect(read_chat_completion, Session.chat, encoder)
+    return Dialect(read_chat_completion, Session.chat, encoder, lambda call: ForeignAnswer())
 
 
 def messages_dialect() -> Dialect[ChatRequest]:
-    return Dialect(read_messages, Session.chat, lambda call, heading: MessagesAnswer(heading))
+    def encoder(call: Call[ChatRequest], heading: AnswerHeading) -> MessagesAnswer:
+        return MessagesAnswer(heading)
+
+    return Dialect(read_messages, Session.chat, encoder, lambda call: ForeignMessage())
 
 
 def completion_dialect() -> Dialect[CompletionRequest]:
@@ -85,7 +92,7 @@ def completion_dialect() -> Dialect[CompletionRequest]:
             choices_per_prompt=options.num_choices,
         )
 
-    return Dialect(read_completion, Session.complete, encoder)
+    return Dialect(read_completion, Session.complete, encoder, lambda call: ForeignCompletion())
 
 
 @dataclass(slots=True)
@@ -94,6 +101,8 @@ class _Answer:
 
     waits: for its model to be loaded, which `events` do first. encoder: made anew after that, because an answer may
     show defaults of its model.
+    offer: to hand the request over; None for one that is answered here. is_elsewhere: it is handed over.
+    refusal: why the request can only be handed over, which ends it if that fails.
     """
 
     encoder: AnswerEncoder
@@ -101,7 +110,14 @@ class _Answer:
     headers: dict[str, str]
     is_stream: bool
     waits: bool
+    offer: Offer | None = None
+    is_elsewhere: bool = False
+    refusal: ContextTooLong | None = None
     events: AsyncGenerator[Event, None] = field(init=False)
+
+    @property
+    def sender(self) -> AnswerEncoder | ForeignAnswer:
+        return self.offer.foreign if self.offer is not None and self.is_elsewhere else self.encoder
 
 
 class AnswerRoute(Generic[Asked]):
@@ -114,12 +130,14 @@ class AnswerRoute(Generic[Asked]):
         config: ServerConfig,
         live: LiveRequests,
         ignored: UnknownFields,
+        handover: Handover,
     ) -> None:
         self._dialect = dialect
         self._models = models
         self._config = config
         self._live = live
         self._ignored = ignored
+        self._handover = handover
 
     async def answer(self, request: Request) -> Response:
         """Answer a call. The guard has put a RequestRecord into the request's state."""
@@ -139,21 +157,28 @@ class AnswerRoute(Generic[Asked]):
         target, record = self._models.resolve(body.model), request.state.record
         # What is wrong with a body for any model is not worth loading one.
         traits = target.entry.traits
-        call = await self._read(request, body, ModelTraits() if traits is None else traits)
+        call = await self._read(request, body, target, ModelTraits() if traits is None else traits)
         self._ignored.add(call.ignored)
         asked = call.request
         record.begin_answer(asked.request_id, target.name)
         num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
-        self._live.attach(record.request_id, asked.request_id, generation_ids(asked.request_id, num_prompts))
+        engine_ids = generation_ids(asked.request_id, num_prompts)
+        self._live.attach(record.request_id, asked.request_id, engine_ids)
         encoder = self._dialect.encoder(call, AnswerHeading(asked.request_id, target.name))
         answer = _Answer(encoder, record, ignored_headers(call.ignored), is_stream=call.stream, waits=traits is None)
-        answer.events = self._events(answer, target, call, partial(self._read, request, body) if answer.waits else None)
+        if asked.options.forecast_beyond is not None:
+            foreign = self._dialect.foreign(call)
+            answer.offer = Offer(self._handover, request, call, body, foreign, record, engine_ids)
+        read = partial(self._read, request, body, target) if answer.waits else None
+        answer.events = self._events(answer, target, call, read)
         return answer
 
-    async def _read(self, request: Request, body: Body, traits: ModelTraits) -> Call[Asked]:
+    async def _read(self, request: Request, body: Body, target: Target, traits: ModelTraits) -> Call[Asked]:
         call = await body.read(lambda value: self._dialect.read(value, traits))
         options = call.request.options
-        options = replace(options, session=session_name(request, options.session))
+        options = replace(options, session=session_name(request, options.session), adapter=target.adapter)
+        call = replace(call, request=replace(call.request, options=options))
+        options = replace(options, forecast_beyond=self._handover.forecast_beyond(request, call))
         return replace(call, request=replace(call.request, options=options))
 
     async def _events(
@@ -170,28 +195,51 @@ class AnswerRoute(Generic[Asked]):
                 call = await read(session.traits)
                 call = replace(call, request=replace(call.request, request_id=request_id))
                 answer.encoder = self._dialect.encoder(call, AnswerHeading(request_id, target.name))
-            asked = replace(call.request, options=replace(call.request.options, adapter=target.adapter))
-            async with aclosing(self._dialect.events(text_session(session), asked)) as events:
+            async with aclosing(self._dialect.events(text_session(session), call.request)) as events:
                 async for event in events:
                     yield event
 
     async def _whole(self, request: Request, answer: _Answer) -> Response:
-        collected = await while_connected(request.receive, _collect(answer))
-        return JSONResponse(answer.encoder.whole(collected), headers=answer.headers)
+        body = await while_connected(request.receive, _collect(answer))
+        return JSONResponse(body, headers=answer.headers)
 
     async def _stream(self, request: Request, answer: _Answer) -> Response:
         # Until the first event a request can still be refused with an error status. Pings have to come before it while
-        # a model is loaded.
-        started = None if answer.waits else await while_connected(request.receive, _first(answer))
+        # a model is loaded, or the other server silent.
+        started = None
+        if not answer.waits and not await while_connected(request.receive, _goes_elsewhere(answer)):
+            started = await while_connected(request.receive, _first(answer))
         return EventStream(
             _pieces(answer, started),
             answer.events,
             headers=answer.headers,
-            ping=lambda: answer.encoder.ping(),
+            ping=lambda: answer.sender.ping(),
             ping_interval_s=self._config.ping_interval_s,
             on_disconnect=lambda: answer.record.end_answer("abort"),
-            final_chunk=lambda: _final_chunk(answer),
+            failure=lambda error: _failure(answer, error),
+            sends_head_first=not answer.is_elsewhere,
         )
+
+
+async def _goes_elsewhere(answer: _Answer) -> bool:
+    """Whether the request is handed over; if not, or if that fails, its events go on here."""
+    if answer.offer is None:
+        return False
+    try:
+        forecast = await anext(answer.events)
+    except ContextTooLong as error:
+        if error.num_tokens is None:
+            raise
+        answer.refusal, forecast = error, Forecast(error.num_tokens, error.num_tokens, None)
+    assert isinstance(forecast, Forecast), "what was asked for"
+    if answer.offer.wants(forecast):
+        answer.is_elsewhere = True
+        answer.headers = {}  # the fields that are unknown here may be known there
+        return True
+    answer.offer = None
+    if answer.refusal is not None:
+        raise answer.refusal
+    return False
 
 
 async def _pieces(answer: _Answer, started: Event | None) -> AsyncGenerator[bytes, None]:
@@ -200,42 +248,63 @@ async def _pieces(answer: _Answer, started: Event | None) -> AsyncGenerator[byte
     started: the first event, if the stream begins with it.
     """
     record = answer.record
+    with _ending(record):
+        if answer.waits:
+            await _goes_elsewhere(answer)
+        if answer.offer is not None:
+            try:
+                async with aclosing(answer.offer.pieces()) as pieces:
+                    async for piece in pieces:
+                        await answer.events.aclose()  # nothing will be generated here
+                        yield piece
+                return
+            except HandoverFailed:
+                pass  # it is answered here
+        started = started if started is not None else await _first(answer)
+        answer.offer, encoder = None, answer.encoder
+        for piece in encoder.pieces(started):
+            yield piece
+        async for event in answer.events:
+            record.take(event)
+            for piece in encoder.pieces(event):
+                yield piece
+        yield encoder.end()
+
+
+@contextmanager
+def _ending(record: RequestRecord) -> Iterator[None]:
+    """Note the error that ends a stream, and log an unexpected one."""
     try:
         with logged_failure(record, f"the server failed; its log has the reason: {record.request_id}"):
-            started = started if started is not None else await _first(answer)
-            encoder = answer.encoder
-            for piece in encoder.pieces(started):
-                yield piece
-            async for event in answer.events:
-                record.take(event)
-                for piece in encoder.pieces(event):
-                    yield piece
-            yield encoder.end()
+            yield
     except HeadraceError as error:
         record.end_answer(end_of(error))
-        yield _failure(answer, error)  # the status has been sent, so only an event can report the error
-
-
-def _final_chunk(answer: _Answer) -> bytes:
-    answer.record.end_answer("error")
-    return _failure(answer, closing_error())
+        raise
 
 
 def _failure(answer: _Answer, error: HeadraceError) -> bytes:
+    """The event for an error that ends a stream: its status has been sent."""
+    answer.record.end_answer(end_of(error))
     answer.record.error = error
-    return answer.encoder.failure(error)
+    return answer.sender.failure(error)
 
 
-async def _collect(answer: _Answer) -> list[Event]:
-    collected = []
-    async with aclosing(answer.events) as events:
-        async for event in events:
+async def _collect(answer: _Answer) -> dict[str, Any]:
+    """The whole answer."""
+    async with aclosing(answer.events):
+        if answer.offer is not None and await _goes_elsewhere(answer):
+            with suppress(HandoverFailed):
+                return await answer.offer.whole()
+        collected = [await _first(answer)]
+        async for event in answer.events:
             answer.record.take(event)
             collected.append(event)
-    return collected
+    return answer.encoder.whole(collected)
 
 
 async def _first(answer: _Answer) -> Event:
+    if answer.refusal is not None:
+        raise answer.refusal
     event = await anext(answer.events)
     answer.record.take(event)
     return event

@@ -18,6 +18,7 @@ from headrace.server.client_routes import client_routes
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone
 from headrace.server.drain import Drain
 from headrace.server.guard import Guard, OwnNames
+from headrace.server.handover import Handover
 from headrace.server.model_routes import model_routes
 from headrace.server.operations import OperationRoutes
 from headrace.server.page import PageRoutes
@@ -37,15 +38,16 @@ def build_app(models: Models, config: ServerConfig) -> Starlette:
     live = LiveRequests()
     ignored = UnknownFields()
     errors = RecentErrors()
-    chat = AnswerRoute(chat_dialect(config), models, config, live, ignored)
-    completion = AnswerRoute(completion_dialect(), models, config, live, ignored)
+    handover = Handover(config)
+    chat = AnswerRoute(chat_dialect(config), models, config, live, ignored, handover)
+    completion = AnswerRoute(completion_dialect(), models, config, live, ignored, handover)
     responses = ResponseRoutes(models, config, live, ignored)
-    response = AnswerRoute(responses.dialect(), models, config, live, ignored)
-    message = AnswerRoute(messages_dialect(), models, config, live, ignored)
+    response = AnswerRoute(responses.dialect(), models, config, live, ignored, handover)
+    message = AnswerRoute(messages_dialect(), models, config, live, ignored, handover)
     tokens = TokenRoutes(models, config, ignored)
     own_names = OwnNames(config.host, config.allowed_origin)
     drain, spans = Drain(), request_spans(config)
-    operations = OperationRoutes(models, config, live, ignored, errors, drain)
+    operations = OperationRoutes(models, config, live, ignored, errors, drain, handover)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat.answer, methods=["POST"]),

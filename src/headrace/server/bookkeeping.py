@@ -109,8 +109,13 @@ class RequestRecord:
         if self._answer is not None:
             self._answer.take(event, self._clock())
 
+    def pass_on(self, usage: Usage) -> None:
+        """A piece of another server's answer is sent on. usage: its counts so far."""
+        if self._answer is not None:
+            self._answer.pass_on(usage, self._clock())
+
     def end_answer(self, reason: str) -> None:
-        """The answer ended in another way than by its choices' finish reasons."""
+        """The answer ended in another way than by its choices' finish reasons; the first such reason counts."""
         if self._answer is not None:
             self._answer.break_off(reason)
 
@@ -174,6 +179,7 @@ class _AnswerRecord:
         self._model = model
         self._usage = Usage(0, 0)
         self._usage_so_far: Callable[[], Usage] | None = None
+        self._is_broken_off = False
         self._first: float | None = None
         self._last = 0.0
 
@@ -190,12 +196,20 @@ class _AnswerRecord:
                 self._last = now
                 self.reasons.append(reason.value)
 
+    def pass_on(self, usage: Usage, now: float) -> None:
+        self._usage = usage
+        self._first = now if self._first is None else self._first
+        self._last = now
+
     @property
     def times(self) -> OutputTimes | None:
         return self._usage.times
 
     def break_off(self, reason: str) -> None:
         """The tokens until now were computed, although no Finished counts them."""
+        if self._is_broken_off:
+            return
+        self._is_broken_off = True
         self.reasons.append(reason)
         if self._usage_so_far is not None:
             self._usage = self._usage_so_far()

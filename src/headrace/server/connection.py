@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headrace.errors import HeadraceError
+from headrace.server.responses import closing_error
+
 Result = TypeVar("Result")
 
 
@@ -46,14 +49,15 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of server-sent events: headers at once, keep-alives, and an end as soon as the client disconnects.
+    """A stream of server-sent events with keep-alives, which ends as soon as the client disconnects.
 
     pieces: the bytes to send.
     source: what the pieces are made from; always closed with the stream, even if the client disconnects before the
     first piece.
     ping: makes the keep-alive that is sent after `ping_interval_s` seconds without output.
     on_disconnect: called when the client disconnects before the end.
-    final_chunk: makes the bytes that end the stream when the server shuts down, which cancels it.
+    failure: makes the event for an error that ends the stream; a shutdown cancels it.
+    sends_head_first: send the headers at once; otherwise with the first bytes, and an error before them is raised.
     """
 
     media_type = "text/event-stream"
@@ -67,14 +71,17 @@ class EventStream(Response):
         ping: Callable[[], bytes],
         ping_interval_s: float,
         on_disconnect: Callable[[], None],
-        final_chunk: Callable[[], bytes],
+        failure: Callable[[HeadraceError], bytes],
+        sends_head_first: bool = True,
     ) -> None:
         self._pieces = pieces
         self._source = source
         self._ping = ping
         self._ping_interval_s = ping_interval_s
         self._on_disconnect = on_disconnect
-        self._final_chunk = final_chunk
+        self._failure = failure
+        self._sends_head_first = sends_head_first
+        self._has_begun = False
         self._last_sent = 0.0
         # Buffering proxies would turn a stream into one late answer.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
@@ -86,25 +93,44 @@ class EventStream(Response):
         except ClientGone:
             self._on_disconnect()
         except asyncio.CancelledError:
-            await send({"type": "http.response.body", "body": self._final_chunk(), "more_body": False})
+            if not self._has_begun:
+                raise
+            await self._end(send, self._failure(closing_error()))
         finally:
             await self._pieces.aclose()
             await self._source.aclose()
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if self._sends_head_first:
+            await self._begin(send)
         # One task for the stream, not a timer per piece: with many streams a timer for every token would be a good part
         # of the server's work. A message is written whole, so the two can't mix.
         pinging = asyncio.ensure_future(self._send_pings(send))
         try:
             async for piece in self._pieces:
                 await self._send(send, piece)
+            last = b""
+        except HeadraceError as error:
+            if not self._has_begun:
+                raise
+            last = self._failure(error)
         finally:
             pinging.cancel()
             await asyncio.gather(pinging, return_exceptions=True)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._end(send, last)
+
+    async def _begin(self, send: Send) -> None:
+        self._has_begun = True
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+    async def _end(self, send: Send, piece: bytes) -> None:
+        if not self._has_begun:
+            await self._begin(send)
+        await send({"type": "http.response.body", "body": piece, "more_body": False})
 
     async def _send(self, send: Send, piece: bytes) -> None:
+        if not self._has_begun:
+            await self._begin(send)
         self._last_sent = asyncio.get_running_loop().time()
         await send({"type": "http.response.body", "body": piece, "more_body": True})
 

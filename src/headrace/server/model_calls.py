@@ -20,15 +20,15 @@ Parsed = TypeVar("Parsed")
 
 
 class Body:
-    """A request's body. value: the JSON object in it. num_bytes: as sent."""
+    """A request's body. value: the JSON object in it. sent: as the client sent it."""
 
-    def __init__(self, value: Mapping[str, Any], num_bytes: int) -> None:
+    def __init__(self, value: Mapping[str, Any], sent: bytes) -> None:
         self.value = value
-        self._num_bytes = num_bytes
+        self.sent = sent
 
     async def read(self, read: Callable[[Mapping[str, Any]], Parsed]) -> Parsed:
         """What the body says. Long ones are read in a thread."""
-        return await parse_apart(self._num_bytes, read, self.value)
+        return await parse_apart(len(self.sent), read, self.value)
 
     @property
     def model(self) -> str | None:
@@ -42,7 +42,7 @@ class Body:
 async def read_json_body(request: Request, max_bytes: int) -> Body:
     """Raises what `read_body` raises, and InvalidRequest for anything but a JSON object."""
     data = await read_body(request, max_bytes)
-    return Body(await parse_apart(len(data), read_object, data), len(data))
+    return Body(await parse_apart(len(data), read_object, data), data)
 
 
 async def with_model(

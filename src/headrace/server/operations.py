@@ -21,8 +21,8 @@ from headrace.metrics.prometheus import CONTENT_TYPE, render
 from headrace.server.bookkeeping import LiveRequests, RecentErrors, UnknownFields
 from headrace.server.connection import EventStream, while_connected
 from headrace.server.drain import Drain
-from headrace.server.responses import closing_error
-from headrace.server.status_stream import PING, StatusFeed, failure, with_failure
+from headrace.server.handover import Handover
+from headrace.server.status_stream import PING, StatusFeed, failure, joined
 from headrace.session.models import Models
 from headrace.types.status import ProcessStatus
 
@@ -56,6 +56,7 @@ class OperationRoutes:
         ignored: UnknownFields,
         errors: RecentErrors,
         drain: Drain,
+        handover: Handover,
     ) -> None:
         self.feed = StatusFeed(self._status_body)
         self._models = models
@@ -64,6 +65,7 @@ class OperationRoutes:
         self._drain = drain
         self._live = live
         self._ignored = ignored
+        self._handover = handover
         self._process = ProcessMeter()
 
     async def health(self, request: Request) -> Response:
@@ -82,19 +84,19 @@ class OperationRoutes:
         events = self.feed.watch()
         first = await while_connected(request.receive, anext(events))
         return EventStream(
-            with_failure(first, events),
+            joined(first, events),
             events,
             headers={},
             ping=lambda: PING,
             ping_interval_s=self._ping_interval_s,
             on_disconnect=lambda: None,
-            final_chunk=lambda: failure(closing_error()),
+            failure=failure,
         )
 
     async def _status_body(self, since: int) -> dict[str, Any]:
         """since: the first second of the history."""
         entry = self._models.main
-        status = await entry.session.status()
+        status = self._handover.add_to(await entry.session.status())
         return status_body(
             replace(status, history=status.history.since(since)),
             entry.session.model,
@@ -108,7 +110,8 @@ class OperationRoutes:
 
     async def metrics(self, request: Request) -> Response:
         entry = self._models.main
-        text = render(await entry.session.status(), entry.name, self._process.measure())
+        status = self._handover.add_to(await entry.session.status())
+        text = render(status, entry.name, self._process.measure())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def loads(self, request: Request) -> Response:
@@ -131,6 +134,7 @@ class OperationRoutes:
         work = self._live.work_of(id)
         ended = await asyncio.gather(*(self._models.abort(each) for each in work))
         cancelled = [each for each, was_running in zip(work, ended, strict=True) if was_running]
+        cancelled += self._handover.cancel((id, *work))
         if not cancelled:
             raise NotFound(f"no request with the id {id!r} is being worked on", param="id")
         return JSONResponse({"id": id, "object": "request.cancelled", "cancelled": cancelled})

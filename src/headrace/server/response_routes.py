@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.api.answer_encoder import AnswerHeading
+from headrace.api.foreign_answer import ForeignResponse
 from headrace.api.json_body import JsonBody
 from headrace.api.openai_sampling import Call
 from headrace.api.responses_answer import ResponsesAnswer
@@ -47,7 +48,7 @@ class ResponseRoutes:
         self._open: WeakValueDictionary[str, ResponsesAnswer] = WeakValueDictionary()
 
     def dialect(self) -> Dialect[ChatRequest]:
-        return Dialect(self._read, self._events, self._form)
+        return Dialect(self._read, self._events, self._form, self._foreign)
 
     async def count_input_tokens(self, request: Request) -> Response:
         """POST /v1/responses/input_tokens: how many tokens the prompt of a response has."""
@@ -103,6 +104,10 @@ class ResponseRoutes:
         answer = ResponsesAnswer(heading, call, partial(self._remember, call) if call.store else _forget)
         self._open[heading.id] = answer
         return answer
+
+    def _foreign(self, call: Call[ChatRequest]) -> ForeignResponse:
+        assert isinstance(call, ResponseCall), "what _read gives"
+        return ForeignResponse(partial(self._remember, call) if call.store else _forget)
 
     def _remember(self, call: ResponseCall, response: dict[str, Any]) -> None:
         self._store.add(StoredResponse(response, listed_items(call.items), response["previous_response_id"]))

@@ -27,6 +27,7 @@ from headrace.long_work import hand_over_soon
 from headrace.server.app import build_app
 from headrace.server.drain import Drain
 from headrace.server.guard import OwnNames
+from headrace.server.handover import handover_target
 from headrace.server.protocol import Protocol, WaitingConnections
 from headrace.server.status_stream import StatusFeed
 from headrace.server.tracing import check_tracing
@@ -61,10 +62,11 @@ def open_listener(config: ServerConfig) -> socket.socket:
     """A bound socket that doesn't listen yet, so that a taken port is reported before minutes of loading.
 
     Raises ConfigError for an address that can't be bound, for a public one without a key, for an invalid origin, and
-    for tracing that is not installed.
+    for tracing that is not installed, and for an invalid server to hand over to.
     """
     OwnNames(config.host, config.allowed_origin)  # raises for one
     check_tracing(config)
+    handover_target(config)
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

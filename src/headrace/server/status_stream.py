@@ -70,14 +70,10 @@ class StatusFeed:
         raise closing_error()
 
 
-async def with_failure(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The events, and one for the error that ends them."""
+async def joined(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     yield first
-    try:
-        async for event in events:
-            yield event
-    except HeadraceError as error:
-        yield failure(error)
+    async for event in events:
+        yield event
 
 
 def failure(error: HeadraceError) -> bytes:

@@ -45,7 +45,7 @@ from headrace.text.history import with_thinking_apart
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
-from headrace.types.events import Event, Finished, Progress, Started, TokenOutput
+from headrace.types.events import Event, Finished, Forecast, Progress, Started, TokenOutput
 from headrace.types.media import MediaLimits, MediaPolicy
 from headrace.types.model import ModelDescription, ModelTraits
 from headrace.types.status import EngineStatus, WarmUpStatus
@@ -194,8 +194,9 @@ class Session:
     def chat(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
         """Events of a chat's answers.
 
-        The first is Started, once the engine has queued the request; then come text and reasoning of every choice as
-        they are generated, and a Finished for each choice. Closing the generator aborts the request in the engine.
+        The first is Started, once the engine has queued the request, or before it a Forecast if the options ask for
+        one; then come text and reasoning of every choice as they are generated, and a Finished for each choice. Closing
+        the generator aborts the request in the engine.
         Raises RequestError before Started when the request can't be served, EngineDead, GenerationFailed, and
         RequestCancelled.
         """
@@ -236,6 +237,8 @@ class Session:
         async with AsyncExitStack() as open_streams:
             await open_streams.enter_async_context(nullcontext() if self._idle is None else self._idle.put_off())
             prompts = await prepare()
+            if request.options.forecast_beyond is not None:
+                yield await self._forecast(prompts, request.options.forecast_beyond)
             outputs = await submit_together(self._engine, [prompt.request for prompt in prompts], open_streams)
             streams = [self._events(prompt, each) for prompt, each in zip(prompts, outputs, strict=True)]
             usage = usage_of(prompts)
@@ -249,6 +252,12 @@ class Session:
                         yield Progress(usage_of(prompts))
                     yield event
             on_answered(prompts)
+
+    async def _forecast(self, prompts: Sequence[PromptOutputProcessor], beyond: int) -> Forecast:
+        lengths = [len(prompt.request.prompt) for prompt in prompts]
+        if max(lengths) <= beyond:
+            return Forecast(sum(lengths), max(lengths), None)
+        return await self._engine.forecast([prompt.request for prompt in prompts])
 
     def _on_chat_answered(self, request: ChatRequest, prompts: Sequence[PromptOutputProcessor]) -> None:
         for prompt in prompts:

@@ -241,16 +241,22 @@ class DiskTier:
 
         None if that would take longer than computing it, or more memory than allowed.
         """
+        if not self.is_worth_reading(match, num_held):
+            return None
         entries = match.needed_beyond(num_held)
         num_bytes = sum(entry.num_bytes for entry in entries)
         num_tokens = match.num_tokens - num_held
-        is_faster = self._times.read_s(num_bytes, len(entries)) < self._times.compute_s(num_tokens)
-        if not is_faster or num_bytes > min(self._max_load_bytes, self.memory_bytes - self.pending_bytes):
-            return None
         timeout_s = self._times.timeout_s(num_tokens, num_bytes, len(entries))
         load = Load(entries, match.num_tokens, time.monotonic() + timeout_s)
         self._reader.put(partial(self._read, load, match.entries))
         return load
+
+    def is_worth_reading(self, match: DiskMatch, num_held: int) -> bool:
+        """Whether what a match has beyond `num_held` tokens may be read, and sooner than it is computed."""
+        entries = match.needed_beyond(num_held)
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        is_faster = self._times.read_s(num_bytes, len(entries)) < self._times.compute_s(match.num_tokens - num_held)
+        return is_faster and num_bytes <= min(self._max_load_bytes, self.memory_bytes - self.pending_bytes)
 
     def _read(self, load: Load, used: Sequence[Entry]) -> None:
         """On the reader's thread."""

@@ -109,6 +109,8 @@ class GenerationOptions:
     stop_strings, stop_token_ids: end an answer, beside the model's own end tokens, which ignore_eos drops.
     counts_progress: every event has token counts, not only the last.
     reports_progress: events say how far the prompt is.
+    forecast_beyond: the first event is a Forecast, exact for a prompt of more tokens than this; None for no such event.
+    may_hand_over: whether another server may answer the request.
     sparse_prefill: True, False, or None to leave it to the server. sparse_keep: share of the uncached tokens to
     compute; None is the server's. adapter: the name of one; None for the model alone.
     """
@@ -124,6 +126,8 @@ class GenerationOptions:
     max_draft_tokens: int | None = None
     counts_progress: bool = False
     reports_progress: bool = False
+    forecast_beyond: int | None = None
+    may_hand_over: bool = True
     sparse_prefill: bool | None = None
     sparse_keep: float | None = None
     session: str = ""

@@ -116,8 +116,22 @@ class TokenScore:
 
 
 @dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a request would cost here, before it is queued; the first event if it was requested.
+
+    num_prompt_tokens: of all its prompts. num_uncached_tokens: of the prompt with most of them.
+    wait_s: estimated seconds by which the requests in progress delay its first token; None if unknown.
+    """
+
+    num_prompt_tokens: int
+    num_uncached_tokens: int
+    wait_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
-    """The prompts are rendered and queued; the first event of every session. Token counts cover all prompts.
+    """The prompts are rendered and queued; the first event of every session but for a Forecast. Token counts cover all
+    prompts.
 
     usage_so_far: counts at the time of the call, for answers that end without a Finished.
     """
@@ -255,7 +269,8 @@ class Finished:
 
 
 Event = (
-    Started
+    Forecast
+    | Started
     | PrefillProgress
     | PromptScores
     | Text

@@ -9,12 +9,14 @@ from pathlib import Path
 
 
 class Route(StrEnum):
-    """Which parts of the model a request needs."""
+    """Which parts of the model answer a request."""
 
     TEXT = "text"
     """The language model alone."""
     MEDIA = "media"
     """The vision tower as well, unless its output is still cached."""
+    HANDOVER = "handover"
+    """None: another server answers it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ class Phase(StrEnum):
     DECODE = "decode"
     PREEMPTED = "preempted"
     """Every unfinished choice is preempted."""
+    HANDED_OVER = "handed_over"
+    """Another server answers it."""
 
 
 class WaitReason(StrEnum):
@@ -262,6 +264,17 @@ class DraftStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class HandoverStatus:
+    """Requests that another server answers, since the start."""
+
+    num_running: Annotated[int, Metric("headrace:handover_running", "Requests at the other server.", "gauge")]
+    num_requests: int
+    num_failures: Annotated[
+        int, Metric("headrace:handover_failures", "Requests that the other server did not answer to the end.")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
 class SparseStatus:
     """Sparse prefill since the start. Bytes are the draft model's share of MemoryStatus."""
 
@@ -337,6 +350,7 @@ class EngineStatus:
 
     max_num_seqs: sequences that may run at once.
     cache: None if disabled. drafts: None without speculative decoding. sparse: None without sparse prefill.
+    handover: None where it is off.
     num_schema_violations: also of tool parameters whose type the schema does not allow.
     """
 
@@ -355,6 +369,7 @@ class EngineStatus:
     ] = 0
     drafts: DraftStatus | None = None
     sparse: SparseStatus | None = None
+    handover: HandoverStatus | None = None
     warm_up: WarmUpStatus = WarmUpStatus()
     step_forms: StepForms = StepForms()
     max_num_seqs: int = 0
