@@ -184,6 +184,14 @@ def test_a_head_alone_is_no_model(tmp_path: Path) -> None:
     assert not is_complete(write(tmp_path / "model", **{"model-mtp": 10, "consolidated": 10}))
 
 
+def test_a_repository_without_weights_that_are_read_is_refused(hub: FakeHub) -> None:
+    folder = hub.repositories["owner/name"]
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="owner/name holds no weights in safetensors files"):
+        locate("owner/name")
+    assert hub.downloaded == set()
+
+
 def test_an_unknown_revision_is_named() -> None:
     with pytest.raises(ModelError, match="owner/name has no branch, tag or commit v9"), hub_errors("owner/name@v9"):
         raise errors.RevisionNotFoundError.__new__(errors.RevisionNotFoundError)

@@ -35,6 +35,7 @@ from headrace.engine.warm_up import WarmUp, prepare_warm_up
 from headrace.errors import ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.built_in import IN_PACKAGE, built_in_folder
+from headrace.models.in_use import hold
 from headrace.models.load import LoadedModel, load
 from headrace.models.preview import Preview, foresee, preview_folder, preview_on_hub
 from headrace.models.smollm2 import fetch
@@ -248,7 +249,9 @@ def model_files(config: Config, name: str | None = None) -> ModelFiles:
     if (built_in := built_in_folder(name)) is not None:
         return read_files(f"headrace-{name}", built_in)
     if name == "smollm2" and not is_path:
-        return read_files("SmolLM2-135M-Instruct", fetch(Path(config.models.model_folder).expanduser(), logger.info))
+        folder = fetch(Path(config.models.model_folder).expanduser(), logger.info)
+        hold(folder)
+        return read_files("SmolLM2-135M-Instruct", folder)
     with _built_in_suggested(name):
         directory = locate(name)
     return read_files(directory.name if is_path else name, directory)

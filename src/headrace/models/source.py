@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from headrace.models.download import fetch, fetch_small
 from headrace.models.hub import Repository, cache_of, find, hub_errors, remember
 from headrace.models.in_use import hold
 from headrace.models.pooling.recipe import ENCODERS, Recipe, find_recipe
+
+logger = logging.getLogger(__name__)
 
 NESTED_TEXT_CONFIGS = ("text_config", "language_model", "language_config", "llm_config")
 """Keys of the text model's config in vision-language checkpoints."""
@@ -92,6 +95,7 @@ def locate(name: str) -> Path:
         if isinstance(found, Repository):
             # A model that can't be served is refused before its weights are fetched.
             read_small_files(found)
+            logger.info("fetching %s: %.2f GB", name, (found.num_bytes - found.fetched_bytes) / 1e9)
             found = remember(name, fetch(found))
     hold(cache_of(name))
     return found
@@ -101,6 +105,8 @@ def read_small_files(repository: Repository) -> ModelFiles:
     """Of a Hugging Face repository, without fetching its weights. Raises ModelError and the hub's errors."""
     if all(file.name != "config.json" for file in repository.files):
         raise ModelError(f"{repository.name} holds no config.json: {_without_config(repository.has_gguf)}")
+    if not any(file.name.endswith(".safetensors") for file in repository.files):
+        raise ModelError(f"{repository.name} holds no weights in safetensors files, and no others are read")
     return read_files(repository.name, fetch_small(repository))
 
 
