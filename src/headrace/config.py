@@ -48,6 +48,12 @@ class ModelConfig:
         "LoRA or DoRA adapter, of mlx-lm or PEFT, that is served as a model of that name, repeatable",
         metavar="NAME=FOLDER",
     )
+    quantize: str | None = knob(
+        None,
+        "quantise the weights of a model in full precision when it is loaded: to 4 or 8 bits in groups of 64, or to "
+        "mxfp4; with --cache-dir the result is kept, within its quota, for later starts",
+        choices=("4", "8", "mxfp4"),
+    )
     self_check: bool = knob(True, "compare the packed model with the untouched one before serving")
     model_folder: str = knob("~/.cache/headrace", "folder for models that Headrace downloads itself", metavar="FOLDER")
 

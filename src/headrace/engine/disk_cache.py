@@ -11,6 +11,7 @@ from headrace.engine.pool import WAIT_TOKENS, Lookup, PrefixPool
 from headrace.errors import ConfigError
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import LoadedModel
+from headrace.models.quantized import kept_bytes
 from headrace.models.vlm import Tower
 from headrace.scheduler.stages import PromptPlan
 from headrace.state.disk import DiskTier
@@ -193,7 +194,7 @@ def open_disk_tier(
     try:
         return DiskTier(
             folder,
-            knobs.cache_disk_quota,
+            max(1, knobs.cache_disk_quota - kept_bytes(folder)),
             weights,
             form=StateForm.of(sample),
             prefill_tokens_per_s=PREFILL_TOKENS_PER_S[device_kind],

@@ -13,6 +13,7 @@ from headrace.models.load import load
 from headrace.models.mtp_head import MtpHead, load_head
 from headrace.models.mtp_weights import HeadWeights, find_head
 from headrace.models.packed import PackedModel
+from headrace.models.quantized import Quantization
 from headrace.speculate.acceptance import Acceptance, measure_acceptance
 from headrace.types.model import TokenIds
 
@@ -73,6 +74,7 @@ def load_head_check(config: Config, texts: Sequence[Sequence[int]], tokens: Toke
         self_check=models.self_check,
         device=here,
         tokens=tokens,
+        quantization=None if models.quantize is None else Quantization(models.quantize),
     )
     loaded.packed.keep_hidden(True)
 

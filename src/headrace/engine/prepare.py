@@ -38,6 +38,7 @@ from headrace.models.built_in import IN_PACKAGE, built_in_folder
 from headrace.models.in_use import hold
 from headrace.models.load import LoadedModel, load
 from headrace.models.preview import Preview, foresee, preview_folder, preview_on_hub
+from headrace.models.quantized import Quantization
 from headrace.models.smollm2 import fetch
 from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
 from headrace.models.vision import load_tower
@@ -60,6 +61,16 @@ FEATURES_SHARE = 0.05
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048, "metal": 2048}
 """Prompt tokens per step unless the configuration says otherwise: a step stays under about a second."""
+
+_SAMPLE_TEXT = (
+    "A lighthouse keeper writes down the weather three times a day: the height of the barometer, the direction of the "
+    "wind, and how far out to sea the horizon can be made out. In 1911 the readings of forty stations were compared, "
+    "and it turned out that storms announced themselves about nine hours earlier in the west than in the east.\n\n"
+    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n\n1. Boil the water. 2. Add 250 g of rice. 3. Wait for twelve minutes."
+)
+"""On which the distance of a quantised model from the original is measured."""
+_SAMPLE_TOKENS = 128
 
 
 def prepare(
@@ -165,10 +176,20 @@ def _load(config: Config, files: ModelFiles, here: Device, constraints: Constrai
         device=here,
         tokens=None if constraints is None else constraints.vocabulary.tokenizer.token_ids,
         whole_vlm=models.vision == "auto",
+        quantization=_quantization(config, constraints),
     )
     if constraints is not None:
         constraints.prepare()
     return loaded
+
+
+def _quantization(config: Config, constraints: ConstraintFactory | None) -> Quantization | None:
+    form, cache_dir = config.models.quantize, config.engine.cache_dir
+    if form is None:
+        return None
+    sample = [] if constraints is None else constraints.vocabulary.tokenizer.encode(_SAMPLE_TEXT)
+    folder = None if cache_dir is None else Path(cache_dir).expanduser()
+    return Quantization(form, folder, config.engine.cache_disk_quota, tuple(sample[:_SAMPLE_TOKENS]))
 
 
 def _current_device(numerics: str) -> Device:

@@ -44,6 +44,25 @@ def fingerprint(
     hold too; empty for none. tower: what embeds images and videos. Raises OSError if a file can't be read.
     """
     digest = blake2b(digest_size=16)
+    add_files(digest, directory)
+    for module in (model, tower):
+        if module is not None:
+            _add_weights(digest, module)
+    _add(digest, repr(tuple(layers)).encode())
+    _add(digest, head.encode())
+    add_versions(digest, f"{numerics} {mx.default_device()}")
+    return digest.hexdigest()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """32 hex digits for a loaded model's weights."""
+    digest = blake2b(digest_size=16)
+    _add_weights(digest, model)
+    return digest.hexdigest()
+
+
+def add_files(digest: blake2b, directory: Path) -> None:
+    """A checkpoint's configuration, and samples of its weights. Raises OSError if a file can't be read."""
     for name in ("config.json", *PREPARATION):
         path = directory / name
         if path.is_file():
@@ -53,14 +72,11 @@ def fingerprint(
         with path.open("rb") as file:
             _add(digest, path.name.encode())
             _add_file(digest, file)
-    for module in (model, tower):
-        if module is not None:
-            _add_weights(digest, module)
-    _add(digest, repr(tuple(layers)).encode())
-    _add(digest, head.encode())
+
+
+def add_versions(digest: blake2b, settings: str) -> None:
     versions = [f"{name} {version(name)}" for name in ("mlx", "mlx-lm")]
-    _add(digest, f"{numerics} {mx.default_device()} headrace {__version__} {versions}".encode())
-    return digest.hexdigest()
+    _add(digest, f"{settings} headrace {__version__} {versions}".encode())
 
 
 def _add_weights(digest: blake2b, module: nn.Module) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,8 +20,9 @@ from headrace.models.float16 import prefers_float16, to_float16
 from headrace.models.levels import Level, choose_levels, mixers_of
 from headrace.models.packed import PackedModel
 from headrace.models.pooling.trunk import Trunk, load_trunk
+from headrace.models.quantized import Quantization, distance, find_kept, keep, quantize, refuse_quantised
 from headrace.models.selfcheck import Checked, check, check_pictures
-from headrace.models.source import CONTEXT_FIELDS, ModelFiles
+from headrace.models.source import CONTEXT_FIELDS, ModelFiles, weights_bytes
 from headrace.models.stored_files import check_files, norms_contradiction
 from headrace.models.vlm import load_vlm, runs_whole
 from headrace.models.weights import Loaded, has_text_model, hold, load_weights
@@ -39,6 +41,7 @@ class LoadedModel:
     report: lines about precision, levels and the self-check.
     dtype: as in `ModelConfig.dtype`, what the weights are held with. lowered: see `Checked`.
     width: numbers that it gives for a token: logits, or a vector's.
+    sample_logits: `[n, vocab_size]` of the untouched model, for the tokens of a `Quantization`'s sample.
     """
 
     packed: PackedModel
@@ -49,6 +52,7 @@ class LoadedModel:
     dtype: str
     lowered: tuple[str, ...]
     width: int
+    sample_logits: mx.array | None = None
 
 
 def load(
@@ -60,14 +64,23 @@ def load(
     device: Device,
     tokens: TokenIds | None = None,
     whole_vlm: bool = False,
+    quantization: Quantization | None = None,
 ) -> LoadedModel:
     """Read the weights, bring them into the precision wanted, install the adapters and check the result.
 
     tokens: the tokenizer's; weights are often padded with rows for more. None takes every row for a token.
     whole_vlm: whether a model with an unknown vision tower may run whole, to take pictures. If that fails, its text
     part serves alone, where mlx-lm knows it.
+    quantization: None leaves the weights in the precision that they are stored in.
     Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
+    if quantization is not None:
+        if files.recipe is not None:
+            raise ModelError(f"--quantize: {files.name} writes no text, and is served as stored")
+        if whole_vlm and runs_whole(files):
+            raise ModelError(f"--quantize: {files.name} runs whole; --vision off serves its text part, quantised")
+        finish = partial(_load, files, numerics=numerics, self_check=self_check, device=device, tokens=tokens)
+        return _load_quantized(files, quantization, dtype, device, finish)
     read = load_weights if files.recipe is None else load_trunk
     read_text = partial(_load, files, read, dtype, numerics, self_check, device, tokens)
     if not (whole_vlm and runs_whole(files)):
@@ -86,6 +99,39 @@ def load(
     return replace(loaded, report=(*loaded.report, refusal))
 
 
+def _load_quantized(
+    files: ModelFiles, wanted: Quantization, dtype: str, device: Device, finish: Callable[..., LoadedModel]
+) -> LoadedModel:
+    """The quantised model; at its first start after the original's self-check. finish: `_load` without what to read."""
+    refuse_quantised(files)
+    # on a CPU quantised weights stay so, and all else is in float32
+    around = ("float32" if device.kind == "cpu" else "stored") if dtype == "auto" else dtype
+    found, checked = find_kept(files, wanted, around), ""
+    if found is None:
+        expected = None
+        if weights_bytes(files.directory) < device.memory_bytes * device.share(None):
+            original = finish(load_weights, dtype, sample=wanted.sample)
+            expected, checked = original.sample_logits, f"; of the original: {original.report[-1]}"
+            del original  # memory has room for one
+            gc.collect()
+            mx.clear_cache()
+        found = quantize(files, wanted.form, around)
+        if expected is not None:
+            found = replace(found, distance=distance(expected, sample_logits(found.loaded.model, wanted.sample)))
+        found = keep(files, wanted, around, found)
+    loaded = finish(lambda _: found.loaded, "stored")
+    measured = "distance from the original not measured" if found.distance is None else str(found.distance)
+    line = f"quantised: to {wanted.form} when loaded, {found.place}{checked}; {measured}"
+    return replace(loaded, dtype=around, report=(*loaded.report, line))
+
+
+def sample_logits(model: Any, sample: Sequence[int]) -> mx.array:
+    """Of an untouched model: `[n, vocab_size]`."""
+    logits: mx.array = model(mx.array([sample]))[0].astype(mx.float32)
+    mx.eval(logits)
+    return logits
+
+
 def _load(
     files: ModelFiles,
     read: Callable[[ModelFiles], Loaded],
@@ -94,9 +140,12 @@ def _load(
     self_check: bool,
     device: Device,
     tokens: TokenIds | None,
+    sample: Sequence[int] = (),
 ) -> LoadedModel:
     check_files(files, runs_whole=read is load_vlm)
-    finish = partial(_finish, files, numerics=numerics, self_check=self_check, device=device, tokens=tokens)
+    finish = partial(
+        _finish, files, numerics=numerics, self_check=self_check, device=device, tokens=tokens, sample=sample
+    )
     started = time.monotonic()
     loaded = read(files)
     if not (dtype == "auto" and self_check and prefers_float16(files, device)):
@@ -127,12 +176,14 @@ def _finish(
     self_check: bool,
     device: Device,
     tokens: TokenIds | None,
+    sample: Sequence[int],
 ) -> LoadedModel:
     precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
     try:
         logits = _first_logits(loaded.model)
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
+    sampled = sample_logits(loaded.model, sample) if sample else None
     kernels = Kernels(numerics, device.kind)
     if device.mac is not None and device.mac.has_accelerators:
         kernels = replace(kernels, has_accelerators=True)
@@ -158,7 +209,7 @@ def _finish(
     context_length = files.context_length or _default_context(loaded.model)
     report = (*lines, *_level_lines(checked))
     return LoadedModel(
-        checked.packed, tokens, precision, context_length, report, dtype, checked.lowered, logits.shape[-1]
+        checked.packed, tokens, precision, context_length, report, dtype, checked.lowered, logits.shape[-1], sampled
     )
 
 

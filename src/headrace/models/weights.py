@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -151,14 +151,14 @@ def hold(model: Any, dtype: str, device: str, memory_bytes: int) -> str:
         return f"weights: {stored}, as stored"
     if dtype == "float32":
         _dequantize(model)
-    _cast(model, getattr(mx, dtype))
+    cast(model, getattr(mx, dtype))
     mx.eval(model.parameters())
     if any("scales" in module for _, module in model.named_modules()):
         return f"weights: {_stored_precision(model)}, as stored, and {dtype} around them"
     return f"weights: {dtype}" + ("" if stored == dtype else f", stored as {stored}")
 
 
-def _cast(model: Any, dtype: mx.Dtype) -> None:
+def cast(model: Any, dtype: mx.Dtype) -> None:
     """All floats to `dtype`; what the family wants kept out of half precision stays as stored."""
     casts = None if dtype == mx.float32 else getattr(model, "cast_predicate", None)
 
@@ -249,7 +249,8 @@ def _plain(module: Any) -> nn.Module | None:
     if "bias" in module:
         plain.bias = module.bias
     plain.eval()
-    return cast(nn.Module, plain)
+    filled: nn.Module = plain
+    return filled
 
 
 def dense_weight(module: Any) -> mx.array:

@@ -26,6 +26,8 @@ _OURS = re.compile(_NAME)
 _UNFINISHED = re.compile(rf"\.(?:{_NAME}|\.key)\.[0-9]+-[0-9]+\.part")
 _EARLIER = re.compile(r"\.?[0-9a-f]{16}-(?:block|tail)-[0-9a-f]{40}\.safetensors(\.[0-9]+-[0-9]+\.part)?")
 """Files of an older version, which contain token ids."""
+MODELS = "quantized"
+"""The subfolder of models that were quantised when they were loaded."""
 _KEY = ".key"
 KEY_BYTES = 32
 
@@ -58,7 +60,7 @@ class DiskFolder:
             self._write_key()
 
     def _is_ours(self, name: str) -> bool:
-        return name == _KEY or any(form.fullmatch(name) for form in (_OURS, _UNFINISHED, _EARLIER))
+        return name in (_KEY, MODELS) or any(form.fullmatch(name) for form in (_OURS, _UNFINISHED, _EARLIER))
 
     def _write_key(self) -> None:
         """Unless another server does at the same time."""
