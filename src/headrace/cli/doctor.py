@@ -18,6 +18,7 @@ from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
 from headrace.engine.prepare import preview
+from headrace.models.quantized import bits_per_weight
 
 _LOW_DISK_BYTES = 5_000_000_000
 _LOW_MEMORY_BYTES = 2_000_000_000
@@ -87,7 +88,9 @@ def run(config: Config) -> None:
 
 
 def _report_model(config: Config, here: Resources) -> None:
-    fitting = fit(preview(config), here.device, config.engine.gpu_memory_utilization, config.models.dtype)
+    models = config.models
+    bits = None if models.quantize is None else bits_per_weight(models.quantize)
+    fitting = fit(preview(config), here.device, config.engine.gpu_memory_utilization, models.dtype, bits)
     for line in fitting.lines():
         print(line, flush=True)
     if not fitting.fits:

@@ -39,7 +39,9 @@ class Fit:
         """For a model that does not fit, with what to do."""
         weights = f"{gb(self.weights_bytes)} of weights"
         if self.held_bytes != self.weights_bytes:
-            weights += f" ({gb(self.held_bytes)} in float32)"
+            weights += (
+                f" ({gb(self.held_bytes)} {'in float32' if self.held_bytes > self.weights_bytes else 'quantised'})"
+            )
         usable = f"{gb(self.usable_bytes)} of memory may be used"
         if self.held_bytes >= self.usable_bytes:
             yield f"does not fit: {weights}, {usable}"
@@ -59,14 +61,14 @@ class Fit:
                 yield "does not fit on the disk: free space there, or name another folder with HF_HOME"
 
 
-def fit(found: Preview, device: Device, utilization: float | None, dtype: str) -> Fit:
-    """dtype: as in `ModelConfig.dtype`."""
+def fit(found: Preview, device: Device, utilization: float | None, dtype: str, bits: float | None = None) -> Fit:
+    """dtype: as in `ModelConfig.dtype`. bits: see `Foreseen.held_bytes`."""
     # Keys and values have the activations' precision, float32 on a CPU.
     foreseen = foresee(found.files.config, 4 if device.kind == "cpu" else 2, has_fine_slots=device.kind == "metal")
     stored = found.weights_bytes
     return Fit(
         stored,
-        stored if foreseen is None else foreseen.held_bytes(stored, dtype, device),
+        stored if foreseen is None else foreseen.held_bytes(stored, dtype, device, bits),
         int(device.memory_bytes * device.share(utilization)),
         None if foreseen is None else foreseen.cost.num_bytes,
         found.files.context_length or DEFAULT_CONTEXT,

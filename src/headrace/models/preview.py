@@ -69,8 +69,13 @@ class Foreseen:
     cost: StateCost
     layers: Mapping[str, str]
 
-    def held_bytes(self, stored_bytes: int, dtype: str, here: Device) -> int:
-        """Memory that weights will take, `dtype` as in `ModelConfig.dtype`: see `weights.hold`."""
+    def held_bytes(self, stored_bytes: int, dtype: str, here: Device, bits: float | None = None) -> int:
+        """Memory that weights will take, `dtype` as in `ModelConfig.dtype`: see `weights.hold`.
+
+        bits: of a weight with its share of scales, if they are to be quantised.
+        """
+        if bits is not None:
+            return int(self.num_parameters * bits / 8)
         in_float32 = 4 * self.num_parameters
         is_chosen = dtype == "auto" and here.kind == "cpu" and in_float32 <= MEMORY_SHARE * here.memory_bytes
         return in_float32 if is_chosen or dtype == "float32" else stored_bytes

@@ -32,6 +32,13 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 """As mlx-lm's converter chooses them."""
 
+
+def bits_per_weight(form: str) -> float:
+    """With a scale and a bias of 16 bits for each group, in mxfp4 a scale of 8 bits; in float32 twice as many."""
+    settings = FORMS[form]
+    return float(settings["bits"] + (32 if settings["mode"] == "affine" else 8) / settings["group_size"])
+
+
 _NOTES = "kept.json"
 
 
