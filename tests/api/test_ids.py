@@ -24,9 +24,14 @@ def test_ids_of_a_replica_name_it(replica: str) -> None:
     assert replica_of(f"{new_id('cmpl-')}-11") == replica
 
 
-@pytest.mark.parametrize("id", [new_id("resp_", 24), new_id("cmpl-"), f"{new_id('cmpl-')}-1", "my-request", "", "-r"])
-def test_other_ids_name_none(id: str) -> None:
+@pytest.mark.parametrize("id", ["my-request", "my-requested", "", "-r", "chatcmpl-0"])
+def test_a_clients_own_id_names_none(id: str) -> None:
     assert replica_of(id) is None
+
+
+def test_an_id_of_a_server_without_replicas_names_none() -> None:
+    assert replica_of(new_id("resp_", 24)) is None
+    assert replica_of(f"{new_id('cmpl-')}-1") is None
 
 
 def test_an_id_of_a_replica_is_as_short_as_openai_allows(replica: str) -> None:
