@@ -24,7 +24,7 @@ def test_ids_of_a_replica_name_it(replica: str) -> None:
     assert replica_of(f"{new_id('cmpl-')}-11") == replica
 
 
-@pytest.mark.parametrize("id", ["my-request", "my-requested", "", "-r", "chatcmpl-0"])
+@pytest.mark.parametrize("id", ["my-request", "", "-r", "chatcmpl-0"])
 def test_a_clients_own_id_names_none(id: str) -> None:
     assert replica_of(id) is None
 
