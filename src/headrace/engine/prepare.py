@@ -215,6 +215,8 @@ def _find_drafts(
             return None
         try:
             draft = model_files(config, name)
+            if draft.recipe is not None:
+                raise ModelError(f"{draft.name} gives vectors or scores, and writes no text")
             if draft.directory not in found:
                 found[draft.directory] = load_draft_model(config, knob, files, draft, loaded, here)
             return found[draft.directory]
