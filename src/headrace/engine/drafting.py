@@ -222,8 +222,11 @@ def _rehearse(
 ) -> list[str]:
     """Time some steps. Returns a line for the report if the self-check is on."""
     rehearsal = Rehearsal(loaded.packed, loaded.tokens.end)
-    rehearsal.time_steps(drafter, planner.times(1), max_drafts)
-    return [f"drafts: {rehearsal.compare_windows()}"] if config.models.self_check else []
+    try:
+        rehearsal.time_steps(drafter, planner.times(1), max_drafts)
+        return [f"drafts: {rehearsal.compare_windows()}"] if config.models.self_check else []
+    finally:
+        rehearsal.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +299,10 @@ class Rehearsal:
                     undrafted_s = seconds
                 elif turn and undrafted_s > 0:
                     times.observe_ratio(num_drafts, num_drafts, max(seconds / undrafted_s, 1.0))
+
+    def release(self) -> None:
+        """Free its state, and a draft model's, whose pool is the engine's."""
+        self._state.release()
 
     def _run(self, ids: list[int], num_certain: int | None = None) -> mx.array:
         """Compute and keep tokens; returns their logits in float32."""
