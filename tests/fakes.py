@@ -24,6 +24,7 @@ from headrace.text.template import PromptHead, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, TextPart
 from headrace.types.events import FinishReason, Forecast, TokenLogprobs, TokenOutput
 from headrace.types.media import Route
+from headrace.types.memory import ModelMemory
 from headrace.types.model import ModelDescription, TokenIds
 from headrace.types.request import GenerationRequest
 from headrace.types.status import (
@@ -219,6 +220,8 @@ class FakeEngine:
         self.warmth = WarmUpStatus()
         self.held: CacheStatus | None = None
         self.stopped = False
+        self.memory = ModelMemory(weights_bytes=500, least_bytes=100, most_bytes=10_000)
+        self.budget_bytes = 0
         self.on_start: Callable[[], None] = lambda: None
         self.on_abort: Callable[[], None] = lambda: None
         self._script = script
@@ -230,6 +233,10 @@ class FakeEngine:
 
     def warm_up_status(self) -> WarmUpStatus:
         return self.warmth
+
+    async def set_budget(self, num_bytes: int) -> int:
+        self.budget_bytes = num_bytes
+        return num_bytes
 
     def stop(self, timeout_s: float | None = None) -> bool:
         self.stopped = True

@@ -55,6 +55,12 @@ class ModelConfig:
         choices=("4", "8", "mxfp4"),
     )
     self_check: bool = knob(True, "compare the packed model with the untouched one before serving")
+    idle_unload: float | None = knob(
+        None,
+        "seconds without a request after which a model is unloaded; the next request loads it; automatic: never",
+        metavar="S",
+        minimum=0.1,
+    )
     model_folder: str = knob("~/.cache/headrace", "folder for models that Headrace downloads itself", metavar="FOLDER")
 
 
@@ -144,7 +150,7 @@ class ServerConfig:
     api_key: str | None = knob(None, "key that clients must send as a Bearer token", metavar="KEY", secret=True)
     open_metrics: bool = knob(False, "answer /metrics and /v1/loads without the key, which gateways do not send there")
     served_model_name: tuple[str, ...] = knob(
-        (), "name to answer under, repeatable; automatic: the model's own", metavar="NAME"
+        (), "name to answer under, repeatable, of the only model; automatic: the model's own", metavar="NAME"
     )
     owned_by: str = knob(
         "headrace",
@@ -156,7 +162,17 @@ class ServerConfig:
         "folder whose adapters clients may load while serving, with POST /v1/load_lora_adapter",
         metavar="FOLDER",
     )
-    strict_model_name: bool = knob(False, "refuse requests for any other model name")
+    models_dir: str | None = knob(None, "folder of which each subfolder that is a model is served", metavar="FOLDER")
+    models_file: str | None = knob(
+        None, "TOML file with models to serve, in which all options can be set, also for each model", metavar="FILE"
+    )
+    keep: tuple[str, ...] = knob(
+        (), "model to load at the start and never to unload for another, repeatable", metavar="NAME"
+    )
+    any_model_name: bool = knob(False, "serve requests for unknown model names with the first model")
+    strict_model_name: bool | None = knob(
+        None, "old name of the opposite of --any-model-name, which is now automatic; gone in the next version"
+    )
     allowed_origin: tuple[str, ...] = knob((), "browser origin that may call the server, repeatable", metavar="URL")
     page: str = knob("on", "serve a page at / to chat and to watch the engine", choices=("on", "off"))
     max_body_bytes: int = knob(64 * 1024 * 1024, "largest request body", metavar="BYTES", minimum=1)

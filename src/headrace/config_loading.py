@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,12 +98,51 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     knobs = {section: knobs_of(SECTIONS[section]) for section in sections}
-    given = vars(_parser(program, about, knobs, default_model).parse_args(list(argv)))
+    given = vars(_parser(program, about, knobs, default_model, "?").parse_args(list(argv)))
     model = given.pop("model", None) or environ.get(f"{ENVIRONMENT_PREFIX}MODEL") or default_model
+    return build_config(model, (Layer(given),), environ, sections)
+
+
+def parse_served(argv: Sequence[str], *, program: str, about: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The words and flags of a command that serves any number of models: MODELs, and the given values by name.
+
+    Raises ConfigError. `--help` prints and raises SystemExit.
+    """
+    knobs = {section: knobs_of(SECTIONS[section]) for section in SERVED}
+    given = dict(vars(_parser(program, about, knobs, DEFAULT_MODEL, "*").parse_args(list(argv))))
+    return tuple(given.pop("model", None) or ()), given
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Values by knob's name, as given. where: the file and its part; empty for the command line."""
+
+    values: Mapping[str, Any]
+    where: str = ""
+
+    def source(self, knob: Knob) -> str:
+        return f"{self.where}{knob.name.replace('_', '-')}" if self.where else knob.flag
+
+
+def build_config(
+    model: str, layers: Sequence[Layer], environ: Mapping[str, str], sections: Sequence[str] = SERVED
+) -> Config:
+    """The configuration from layers, of which earlier ones win, and the environment.
+
+    Raises ConfigError that names where a wrong value is from.
+    """
     built = {}
-    for section, members in knobs.items():
-        values = {each.name: each.value(given, environ) for each in members}
-        _refuse_idle(members, values, given, environ)
+    for section in sections:
+        members = knobs_of(SECTIONS[section])
+        values, sources = {}, {}
+        for each in members:
+            layer = next((layer for layer in layers if each.name in layer.values), None)
+            if layer is None:
+                sources[each.name], values[each.name] = each.source({}, environ), each.value({}, environ)
+            else:
+                sources[each.name] = source = layer.source(each)
+                values[each.name] = each.typed(layer.values[each.name], source)
+        _refuse_idle(members, values, sources)
         built[section] = SECTIONS[section](**values)
     return Config(model=model, **built)
 
@@ -116,12 +156,10 @@ def parse_with_knobs(parser: Parser, words: Sequence[str], *names: str) -> argpa
     return argparse.Namespace(**given | {each.name: each.value(given, os.environ) for each in knobs})
 
 
-def _refuse_idle(
-    members: Sequence[Knob], values: Mapping[str, Any], given: Mapping[str, Any], environ: Mapping[str, str]
-) -> None:
+def _refuse_idle(members: Sequence[Knob], values: Mapping[str, Any], sources: Mapping[str, str | None]) -> None:
     """Raise ConfigError for a knob of a section that is set although the one that it needs is not."""
     for each in members:
-        needed, source = each.metadata.get("needs"), each.source(given, environ)
+        needed, source = each.metadata.get("needs"), sources[each.name]
         if needed is not None and source is not None and values[needed] is None:
             raise ConfigError(f"{source} has no effect without --{needed.replace('_', '-')}")
 
@@ -149,12 +187,12 @@ def with_suggestion(message: str, word: str, known: Iterable[str]) -> str:
 
 
 def _parser(
-    program: str, about: str, knobs: Mapping[str, Sequence[Knob]], default_model: str
+    program: str, about: str, knobs: Mapping[str, Sequence[Knob]], default_model: str, number: str
 ) -> argparse.ArgumentParser:
     parser = Parser(prog=program, description=about, allow_abbrev=False)
     shown = f" (default: {default_model})" if default_model else ""
     help = f"folder or Hugging Face id{shown} [{ENVIRONMENT_PREFIX}MODEL]"
-    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help)
+    parser.add_argument("model", nargs=number, metavar="MODEL", default=argparse.SUPPRESS, help=help)
     for section, members in knobs.items():
         group = parser.add_argument_group(f"{section.removesuffix('s')} options")
         for each in members:

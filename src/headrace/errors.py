@@ -18,6 +18,7 @@ HeadraceError
 │   ├── RequestCancelled      499  the request was cancelled by its id
 │   └── Overloaded            429  `retry_after_s`: when to retry
 │       └── Draining          503  the server is shutting down and takes no new requests
+├── ModelUnavailable          503  a served model can't be loaded now
 ├── GenerationFailed          500  one request's work raised; the engine goes on
 ├── EngineDead                503  the engine's thread is gone
 ├── HandoverBroken            502  another server's answer broke off after its beginning
@@ -190,6 +191,13 @@ class Draining(Overloaded):
 
     status = 503
     code = "draining"
+
+
+class ModelUnavailable(HeadraceError):
+    """A served model can't be loaded now; the message says why."""
+
+    status = 503
+    code = "model_unavailable"
 
 
 class GenerationFailed(HeadraceError):

@@ -82,6 +82,21 @@ class Knob:
             return self.parse(raw, source)
         return tuple(self.parse(each, source) for each in (raw if self.name in given else raw.split(",")))
 
+    def typed(self, given: Any, source: str) -> Any:
+        """A value of the command line or of a TOML file. Raises ConfigError that names the source."""
+        if self.repeatable:
+            each = given if isinstance(given, list) else [given]
+            return tuple(self.parse(self._text(one, source), source) for one in each)
+        return self.parse(self._text(given, source), source)
+
+    def _text(self, given: Any, source: str) -> str | bool:
+        if isinstance(given, bool) and self.kind is not bool:
+            raise ConfigError(f"{source} must not be {str(given).lower()}")
+        if not isinstance(given, str | bool | int | float):
+            kind = "a table" if isinstance(given, dict) else "a list" if isinstance(given, list) else "a date"
+            raise ConfigError(f"{source} takes a single value, not {kind}")
+        return given if isinstance(given, bool) else str(given)
+
     def parse(self, raw: str | bool, source: str) -> Any:
         """Parse one value. Raises ConfigError that names the source."""
         if isinstance(raw, bool):

@@ -5,17 +5,25 @@ from __future__ import annotations
 import pytest
 from openai.types import Model
 
-from headrace.api.openai_models import model_list, one_model
+from headrace.api.openai_models import ListedModel, model_list, one_model
 from headrace.errors import ModelNotFound
+from headrace.types.model import ModelOutline
+from headrace.types.status import ModelState
 
-MODELS = {"small": 100, "org/Small-1B": 200}
+MODELS = {
+    "small": ListedModel("small", ModelState.LOADED, None, ModelOutline(100, ("chat",), ("text", "image"))),
+    "org/Small-1B": ListedModel("org/Small-1B", ModelState.FAILED, "no weights", ModelOutline()),
+}
 
 
 def test_the_list_has_every_served_name() -> None:
     listed = model_list(MODELS, 5, "headrace", {"org/Small-1B": "small"})
     assert [Model.model_validate(each).id for each in listed["data"]] == list(MODELS)
     assert listed["object"] == "list"
-    assert [each["max_model_len"] for each in listed["data"]] == [100, 200]
+    assert [each["max_model_len"] for each in listed["data"]] == [100, None]
+    assert [each["state"] for each in listed["data"]] == ["loaded", "failed"]
+    assert listed["data"][1]["state_reason"] == "no weights"
+    assert listed["data"][0]["modalities"] == {"input": ["text", "image"], "output": ["text"]}
     assert [each["parent"] for each in listed["data"]] == [None, "small"]
 
 

@@ -15,7 +15,7 @@ from fakes import FakeEngine, describe, fake_session
 
 import headrace
 from headrace.backend.device import Device
-from headrace.cli import chat, doctor, serve
+from headrace.cli import chat, doctor, serve_models
 from headrace.cli.doctor import Resources
 from headrace.cli.fit import Fit
 from headrace.cli.main import main
@@ -72,7 +72,7 @@ def test_every_command_has_help_of_its_own(command: str, capsys: pytest.CaptureF
 def test_a_mistake_is_one_line_and_exit_code_2(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (serve, chat):
+    for module in (serve_models, chat):
         monkeypatch.setattr(module, "configured_text_pipeline", refuse_to_launch)
         monkeypatch.setattr(module.Engine, "launch", refuse_to_launch)
     assert main(words) == 2
@@ -86,11 +86,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_model_that_cannot_be_loaded_is_one_line_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(config: Config, constraints: None) -> None:
+    def launch(config: Config, constraints: None, **_: object) -> None:
         raise ModelError(f"{config.model} has no config.json")
 
-    monkeypatch.setattr(serve, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
-    monkeypatch.setattr(serve.Engine, "launch", launch)
+    monkeypatch.setattr(serve_models, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
+    monkeypatch.setattr(serve_models, "held_weights_bytes", lambda config: 0)
+    monkeypatch.setattr(serve_models.Engine, "launch", launch)
     assert main(["serve", "some/where", "--port", "0"]) == 2
     assert capsys.readouterr().err == "headrace: some/where has no config.json\n"
 
@@ -98,7 +99,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line_too(
 def test_ctrl_c_while_a_model_is_loaded_ends_without_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(config: Config, constraints: None) -> None:
+    def launch(config: Config, constraints: None, **_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(chat, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
@@ -163,7 +164,7 @@ def test_what_is_wrong_with_a_models_small_files_is_said_before_its_weights_are_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor, "machine_report", lambda numerics: [])
-    for module in (serve, chat, doctor):
+    for module in (serve_models, chat, doctor):
         monkeypatch.setattr(module.Engine, "launch", refuse_to_launch)
     folder = tmp_path / "model"
     shutil.copytree(QWEN, folder)
@@ -180,7 +181,7 @@ def test_a_variable_that_is_no_knob_is_warned_of_by_name(
     command: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "machine_report", lambda numerics: [])
-    for module in (serve, chat, doctor):
+    for module in (serve_models, chat, doctor):
         monkeypatch.setattr(module, "configured_text_pipeline", stop_here)
     monkeypatch.setenv("HEADRACE_MAX_NUM_SEQ", "4")
     assert main([command, "some/where", *(("--port", "0") if command == "serve" else ())]) == 2

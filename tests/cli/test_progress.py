@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fakes import FakeEngine, fake_session
+from fakes import FakeEngine, fake_session, models_of
 
 from headrace.cli.progress import PromptProgress, loading_progress, preparing_text, show_prompts
 from headrace.cli.progress_line import ProgressLine, Waiting
@@ -97,13 +97,13 @@ def test_log_lines_come_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dead_engine_ends_the_watch_and_a_live_one_is_asked_until_it_is_cancelled() -> None:
     async def scenario() -> None:
         engine = FakeEngine()
-        watch = asyncio.create_task(show_prompts(fake_session(engine), ProgressLine(Terminal())))
+        watch = asyncio.create_task(show_prompts(models_of(fake_session(engine)), ProgressLine(Terminal())))
         await asyncio.sleep(0)
         watch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watch
         engine.health = lambda: "gone"  # type: ignore[method-assign]
-        await asyncio.wait_for(show_prompts(fake_session(engine), ProgressLine(Terminal())), 30)
+        await asyncio.wait_for(show_prompts(models_of(fake_session(engine)), ProgressLine(Terminal())), 30)
 
     asyncio.run(scenario())
 

@@ -15,13 +15,18 @@ from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
 from loopback import serving
 
 from headrace.backend.device import Device
-from headrace.cli import serve
+from headrace.cli import serve, serve_models
 from headrace.cli.serve import summary
+from headrace.cli.serve_plan import PlannedModel, ServePlan
 from headrace.config import Config, EngineConfig, ServerConfig
 from headrace.errors import ConfigError, ModelError
 from headrace.session.session import Session
 
 DEFAULT = Config()
+
+
+def alone(config: Config) -> ServePlan:
+    return ServePlan(config, (PlannedModel((), config, is_kept=False, starts=True),))
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +77,7 @@ def test_the_curl_line_that_is_printed_works_as_it_stands(takes_chats: bool) -> 
         template.exists = takes_chats
         session = fake_session(FakeEngine("Paris", (END,)), template)
         async with serving(session) as url:
-            text = serve.ready_text(Config(), url, session)
+            text = serve.ready_text(Config(), url, session, session.model.name)
             words = shlex.split(next(line for line in text.splitlines() if line.startswith("curl ")))
             assert words[1] == "-N"
             name, _, value = words[words.index("-H") + 1].partition(": ")
@@ -89,7 +94,7 @@ def test_the_curl_line_that_is_printed_works_as_it_stands(takes_chats: bool) -> 
 
 def test_the_key_is_not_printed() -> None:
     config = Config(server=ServerConfig(api_key="secret", served_model_name=("mine",)))
-    text = serve.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()))
+    text = serve.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()), "mine")
     assert "secret" not in text
     assert "Authorization: Bearer YOUR_KEY" in text
     assert '"mine"' in text
@@ -98,7 +103,7 @@ def test_the_key_is_not_printed() -> None:
 @pytest.mark.parametrize("page", ["on", "off"])
 def test_the_page_is_named_where_there_is_one(page: str) -> None:
     config = Config(server=ServerConfig(page=page))
-    text = serve.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()))
+    text = serve.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()), "mine")
     assert ("in a browser: http://127.0.0.1:1\n" in text) == (page == "on")
 
 
@@ -110,16 +115,16 @@ def test_an_interrupted_server_does_not_wait_for_the_engine(
 
     monkeypatch.setattr(serve, "serve", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        serve.run(Config(server=ServerConfig(port=0)))
+        serve.run(alone(Config(server=ServerConfig(port=0))))
     assert not engine.stopped
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine("hi", model=describe(generation_config={"repetition_penalty": 1.2}))
-    monkeypatch.setattr(serve.Engine, "launch", lambda *_: engine)
-    monkeypatch.setattr(serve, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
-    monkeypatch.setattr(serve.Session, "for_engine", lambda engine, *_, **__: fake_session(engine))
+    monkeypatch.setattr(serve_models.Engine, "launch", lambda *_, **__: engine)
+    monkeypatch.setattr(serve_models, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
+    monkeypatch.setattr(serve_models, "configured_session", lambda config, engine, text: fake_session(engine))
     return engine
 
 
@@ -137,7 +142,7 @@ def test_the_summary_comes_first_and_the_address_only_once_the_server_listens(
         assert f"http://127.0.0.1:{port}/v1" in capsys.readouterr().out
 
     monkeypatch.setattr(serve, "serve", listen)
-    serve.run(Config(server=ServerConfig(port=0, verbose=verbose)))
+    serve.run(alone(Config(server=ServerConfig(port=0, verbose=verbose))))
     assert engine.stopped
 
 
@@ -147,18 +152,19 @@ def test_the_engine_is_stopped_when_serving_fails(engine: FakeEngine, monkeypatc
 
     monkeypatch.setattr(serve, "serve", fail)
     with pytest.raises(ConfigError):
-        serve.run(Config(server=ServerConfig(port=0)))
+        serve.run(alone(Config(server=ServerConfig(port=0))))
     assert engine.stopped
 
 
 def test_what_is_being_loaded_is_said_before_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
+    monkeypatch.setattr(serve_models, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
+    monkeypatch.setattr(serve_models, "held_weights_bytes", lambda config: 0)
 
-    def launch(*_: object) -> FakeEngine:
+    def launch(*_: object, **__: object) -> FakeEngine:
         raise ModelError(f"after {capsys.readouterr().out!r}")
 
-    monkeypatch.setattr(serve.Engine, "launch", launch)
+    monkeypatch.setattr(serve_models.Engine, "launch", launch)
     with pytest.raises(ModelError, match="after 'loading some-model"):
-        serve.run(Config("some-model", server=ServerConfig(port=0)))
+        serve.run(alone(Config("some-model", server=ServerConfig(port=0))))

@@ -161,7 +161,7 @@ def test_keys_become_variables_and_folders_absolute(tmp_path: Path, monkeypatch:
     assert set(found.secrets) == {"HEADRACE_API_KEY", "HF_TOKEN", "https_proxy"}
     # and it is what `serve` would have been given
     command, rest = find_command(["serve", *found.words])
-    assert command.parse(rest).engine.cache_dir == str(tmp_path / "kept")
+    assert command.parse(rest).config.engine.cache_dir == str(tmp_path / "kept")
 
 
 def test_a_flag_that_serve_does_not_have_is_refused() -> None:

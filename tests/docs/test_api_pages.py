@@ -130,6 +130,6 @@ def test_every_metric_is_listed() -> None:
     memory, drafts = MemoryStatus(*[0] * 9), DraftStatus(max_drafts=1, num_failures=0)
     parts = {"drafts": drafts, "sparse": sparse, "handover": HandoverStatus(0, 0, 0)}
     status = EngineStatus(0, 0, (), memory, Stats().counters(), cache, **parts)  # type: ignore[arg-type]  # by name
-    page = render(status, "m", ProcessStatus(0, 0, 0))
+    page = render({"m": status}, ProcessStatus(0, 0, 0))
     known = [line.split(" ")[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert same(names("api-server.md", "GET /metrics"), known)

@@ -90,7 +90,7 @@ def value(families: dict[str, Family], name: str, **labels: str) -> float:
 
 
 def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
-    families = read(render(STATUS, "m", PROCESS))
+    families = read(render({"m": STATUS}, PROCESS))
     assert {family.kind for family in families.values()} == {"gauge", "counter", "histogram"}
     for name, family in families.items():
         assert (family.kind == "counter") == name.endswith("_total")
@@ -141,23 +141,23 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
     ],
 )
 def test_each_number_stands_under_its_name(name: str, number: float) -> None:
-    assert value(read(render(STATUS, "m", PROCESS)), name) == number
+    assert value(read(render({"m": STATUS}, PROCESS)), name) == number
 
 
 def test_requests_are_told_by_their_route() -> None:
-    families = read(render(STATUS, "m", PROCESS))
+    families = read(render({"m": STATUS}, PROCESS))
     assert [value(families, "headrace:requests_total", route=route) for route in ("text", "media")] == [16, 17]
 
 
 def test_a_cache_that_is_switched_off_has_no_numbers() -> None:
-    page = render(replace(STATUS, cache=None), "m", PROCESS)
+    page = render({"m": replace(STATUS, cache=None)}, PROCESS)
     assert [name for name in read(page) if "cache" in name] == ["vllm:kv_cache_usage_perc", "vllm:cache_config_info"]
     assert 'enable_prefix_caching="False"' in page
 
 
 def test_gateways_read_the_memory_in_blocks_of_tokens() -> None:
     """llm-d and the Gateway API inference extension parse these labels as integers."""
-    (sample,) = read(render(STATUS, "m", PROCESS))["vllm:cache_config_info"].samples
+    (sample,) = read(render({"m": STATUS}, PROCESS))["vllm:cache_config_info"].samples
     _, labels, number = sample
     assert number == 1
     # 1,000 tokens in blocks of 16: 62 whole ones
@@ -167,7 +167,7 @@ def test_gateways_read_the_memory_in_blocks_of_tokens() -> None:
 
 def test_the_schedulers_of_llm_d_and_of_the_inference_extension_find_what_they_read() -> None:
     """Names and labels of `pkg/epp/framework/plugins/datalayer/extractor/metrics` in llm-d-inference-scheduler."""
-    page = render(STATUS, "m", PROCESS)
+    page = render({"m": STATUS}, PROCESS)
     samples = {sample.name: sample for family in text_string_to_metric_families(page) for sample in family.samples}
     read = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
     assert [samples[name].value for name in read] == [2, 3, 0.3]
@@ -177,11 +177,11 @@ def test_the_schedulers_of_llm_d_and_of_the_inference_extension_find_what_they_r
 
 def test_an_empty_or_missing_budget_is_no_division_by_zero() -> None:
     empty = replace(STATUS, memory=MemoryStatus(0, 0, 0, 0, 0, 0, 0, 0, 0))
-    assert value(read(render(empty, "m", PROCESS)), "vllm:kv_cache_usage_perc") == 0
+    assert value(read(render({"m": empty}, PROCESS)), "vllm:kv_cache_usage_perc") == 0
 
 
 def test_the_client_library_reads_the_page() -> None:
-    families = {family.name: family for family in text_string_to_metric_families(render(STATUS, 'a "b"', PROCESS))}
+    families = {family.name: family for family in text_string_to_metric_families(render({'a "b"': STATUS}, PROCESS))}
     (usage,) = families["vllm:kv_cache_usage_perc"].samples
     assert (usage.labels, usage.value) == ({"model_name": 'a "b"', "engine": "0"}, 0.3)
     assert families["vllm:request_success"].type == "counter"
@@ -191,15 +191,15 @@ def test_the_client_library_reads_the_page() -> None:
 
 
 def test_right_drafts_are_told_by_their_place_also_where_there_were_none() -> None:
-    families = read(render(STATUS, "m", PROCESS))
+    families = read(render({"m": STATUS}, PROCESS))
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert [value(families, name, position=place) for place in "012"] == [9, 4, 0]
-    page = render(replace(STATUS, drafts=None), "m", PROCESS)
+    page = render({"m": replace(STATUS, drafts=None)}, PROCESS)
     assert not [name for name in read(page) if "draft" in name or "spec_decode" in name]
 
 
 def test_every_reason_is_there_from_the_start() -> None:
-    families = read(render(STATUS, "m", PROCESS))
+    families = read(render({"m": STATUS}, PROCESS))
     told = {
         reason: value(families, "vllm:request_success_total", finished_reason=reason)
         for reason in ("stop", "length", "tool_calls", "abort", "error")
@@ -220,14 +220,14 @@ def test_every_reason_is_there_from_the_start() -> None:
 def test_buckets_of_a_histogram_are_cumulative_and_the_last_holds_everything(
     name: str, buckets: dict[str, int], total: float
 ) -> None:
-    samples = read(render(STATUS, "m", PROCESS))[name].samples
+    samples = read(render({"m": STATUS}, PROCESS))[name].samples
     assert {labels["le"]: number for sample, labels, number in samples if sample.endswith("_bucket")} == buckets
     assert [number for sample, _, number in samples if sample.endswith("_sum")] == [total]
     assert [number for sample, _, number in samples if sample.endswith("_count")] == [buckets["+Inf"]]
 
 
 def test_a_models_name_may_be_any_text() -> None:
-    families = read(render(STATUS, 'a "b"\\\nc', PROCESS))
+    families = read(render({'a "b"\\\nc': STATUS}, PROCESS))
     (_, labels, _) = families["vllm:num_requests_running"].samples[0]
     assert labels["model_name"] == r"a \"b\"\\\nc"
 
@@ -235,7 +235,7 @@ def test_a_models_name_may_be_any_text() -> None:
 def test_the_disk_tier_has_gauges_and_counters_of_its_own() -> None:
     disk = DiskStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
     assert STATUS.cache is not None
-    families = read(render(replace(STATUS, cache=replace(STATUS.cache, disk=disk)), "m", PROCESS))
+    families = read(render({"m": replace(STATUS, cache=replace(STATUS.cache, disk=disk))}, PROCESS))
     kinds = {labels["kind"]: value for _, labels, value in families["headrace:cache_bytes"].samples}
     assert kinds == {"memory": 50, "disk": 2}
     shown = {name: family.samples[0][2] for name, family in families.items() if "cache_disk" in name}
@@ -248,10 +248,10 @@ def test_the_disk_tier_has_gauges_and_counters_of_its_own() -> None:
 
 
 def test_prompts_that_were_computed_whole_are_told_by_the_reason_also_where_there_were_none() -> None:
-    families = read(render(STATUS, "m", PROCESS))
+    families = read(render({"m": STATUS}, PROCESS))
     assert value(families, "headrace:sparse_bypassed_total", reason="tools") == 4
     assert value(families, "headrace:sparse_bypassed_total", reason="media") == 0
 
 
 def test_without_a_draft_model_sparse_prefill_has_no_numbers() -> None:
-    assert "sparse" not in render(replace(STATUS, sparse=None), "m", PROCESS)
+    assert "sparse" not in render({"m": replace(STATUS, sparse=None)}, PROCESS)

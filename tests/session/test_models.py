@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+
 import pytest
 from fakes import FakeEngine, fake_session
 
-from headrace.errors import InvalidRequest, ModelNotFound
-from headrace.session.models import ModelEntry, Models
+from headrace.errors import InvalidRequest, ModelError, ModelNotFound, ModelUnavailable, RequestCancelled
+from headrace.session.model_entry import ModelEntry, ModelSource
+from headrace.session.models import Models
+from headrace.session.session import Session
+from headrace.types.memory import MemoryShare, ModelMemory
+from headrace.types.model import ModelOutline
+from headrace.types.status import ModelState, WaitReason
 
 NAMES = ("small", "org/Small-1B")
+
+
+def entry(name: str, word: str = "") -> ModelEntry:
+    source = ModelSource(word or name, lambda: 0, lambda share: fake_session(FakeEngine()), ModelOutline)
+    return ModelEntry((name,), source)
 
 
 def of(takes_any_name: bool) -> Models:
@@ -31,14 +44,218 @@ def test_other_names_are_refused_with_the_list() -> None:
 
 def test_a_request_without_a_name_means_the_only_model_but_never_one_of_several() -> None:
     assert of(takes_any_name=False).resolve(None).name == "small"
-    session = fake_session(FakeEngine())
-    several = Models([ModelEntry(("a",), "a", session), ModelEntry(("b",), "b", session)])
+    several = Models([entry("a"), entry("b")])
     with pytest.raises(InvalidRequest, match="served: a, b"):
         several.resolve(None)
     with pytest.raises(InvalidRequest):
-        Models([ModelEntry(("a",), "a", session)], needs_name=True).resolve(None)
+        Models([entry("a")], needs_name=True).resolve(None)
 
 
 def test_the_word_of_the_command_line_names_a_model_too() -> None:
-    models = Models([ModelEntry(("headrace-miniature",), "miniature", fake_session(FakeEngine()))])
+    models = Models([entry("headrace-miniature", "miniature")])
     assert models.resolve("miniature").name == "headrace-miniature"
+
+
+class Shelf:
+    """Models of 500 bytes of weights and 100 of least state each, of which `total` bytes hold some.
+
+    engines: those loaded so far, by name. Loads wait for `may_load`, and fail with `failure`.
+    """
+
+    def __init__(self, total: int, *names: str, keep: tuple[str, ...] = (), idle_s: float | None = None) -> None:
+        self.engines: dict[str, list[FakeEngine]] = {name: [] for name in names}
+        self.failure: ModelError | None = None
+        self.shares: list[MemoryShare | None] = []
+        entries = [
+            ModelEntry((name,), self._source(name), is_kept=name in keep, idle_unload_s=idle_s) for name in names
+        ]
+        self.models = Models(entries, total, patience_s=0.05)
+
+    def _source(self, name: str) -> ModelSource:
+        def load(share: MemoryShare | None) -> Session:
+            self.shares.append(share)
+            if self.failure is not None:
+                raise self.failure
+            self.engines[name].append(FakeEngine("hi"))
+            return fake_session(self.engines[name][-1])
+
+        return ModelSource(name, lambda: 500, load, ModelOutline)
+
+    def entry(self, name: str) -> ModelEntry:
+        return self.models.resolve(name).entry
+
+    async def touch(self, name: str) -> None:
+        async with self.models.use(self.entry(name), f"touch {name}"):
+            pass
+
+    @property
+    def loaded(self) -> list[str]:
+        return [entry.name for entry, _ in self.models.loaded()]
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_the_least_recently_used_model_gives_way_and_a_kept_one_never() -> None:
+    shelf = Shelf(1300, "a", "b", "c", "kept", keep=("kept",))
+
+    async def scenario() -> None:
+        for name, loaded in (("a", ["a"]), ("b", ["a", "b"]), ("a", ["a", "b"]), ("c", ["a", "c"])):
+            await shelf.touch(name)
+            assert shelf.loaded == loaded
+        await shelf.touch("kept")
+        for name in ("a", "b", "c"):
+            await shelf.touch(name)
+            assert shelf.loaded == [name, "kept"]
+        assert all(engine.stopped for engine in (*shelf.engines["b"], shelf.engines["a"][0]))
+
+    play(scenario)
+
+
+def test_budgets_add_up_to_the_memory_and_none_is_under_what_a_context_needs() -> None:
+    shelf = Shelf(10_000, "a", "b", "c")
+
+    async def scenario() -> None:
+        for name in ("a", "b", "c"):
+            await shelf.touch(name)
+            live = [engines[-1] for engines in shelf.engines.values() if engines]
+            assert sum(500 + engine.budget_bytes for engine in live) <= 10_000
+            assert all(engine.budget_bytes >= 100 for engine in live)
+        assert [engine.budget_bytes for engine in live] == [(10_000 - 3 * 500) // 3] * 3
+        await shelf.models.unload(shelf.entry("b"))
+        assert shelf.engines["a"][0].budget_bytes == (10_000 - 2 * 500) // 2
+
+    play(scenario)
+
+
+def test_a_model_never_gives_way_while_it_serves_and_new_requests_wait_for_the_other_one() -> None:
+    shelf = Shelf(700, "a", "b")
+
+    async def scenario() -> None:
+        async with shelf.models.use(shelf.entry("a"), "first"):
+            waiting = asyncio.create_task(shelf.touch("b"))
+            while not shelf.entry("a").gives_way:
+                await asyncio.sleep(0.01)
+            (shown,) = shelf.models.waiting(shelf.entry("b"))
+            assert (shown.request_id, shown.waits_for) == ("touch b", WaitReason.MODEL)
+            later = asyncio.create_task(shelf.touch("a"))
+            await asyncio.sleep(0.05)
+            assert shelf.loaded == ["a"]
+            assert not shelf.engines["a"][0].stopped
+        await waiting
+        await later
+        assert (len(shelf.engines["a"]), len(shelf.engines["b"])) == (2, 1)
+        assert shelf.loaded == ["a"]
+
+    play(scenario)
+
+
+def test_a_waiting_request_is_cancelled_by_its_id() -> None:
+    shelf = Shelf(700, "a", "b")
+
+    async def scenario() -> None:
+        async with shelf.models.use(shelf.entry("a"), "first"):
+            waiting = asyncio.create_task(shelf.touch("b"))
+            await asyncio.sleep(0.02)
+            assert await shelf.models.abort("touch b")
+            with pytest.raises(RequestCancelled):
+                await waiting
+            assert not await shelf.models.abort("touch b")
+
+    play(scenario)
+
+
+def test_a_model_that_cant_fit_beside_kept_ones_is_refused_with_the_sizes() -> None:
+    shelf = Shelf(1000, "kept", "b", keep=("kept",))
+
+    async def scenario() -> None:
+        await shelf.touch("kept")
+        with pytest.raises(ModelUnavailable, match="kept loaded"):
+            await shelf.touch("b")
+        assert shelf.entry("b").state is ModelState.FAILED
+        assert shelf.loaded == ["kept"]
+
+    play(scenario)
+
+
+def test_a_failed_load_touches_no_other_model_and_is_tried_again_on_request() -> None:
+    shelf = Shelf(10_000, "a", "b")
+
+    async def scenario() -> None:
+        await shelf.touch("a")
+        shelf.failure = ModelError("no weights")
+        for _ in range(2):
+            with pytest.raises(ModelUnavailable, match="no weights"):
+                await shelf.touch("b")
+        assert len(shelf.shares) == 2, "the second request gets the first one's error"
+        assert (shelf.loaded, shelf.models.health()) == (["a"], None)
+        shelf.failure = None
+        await shelf.models.load(shelf.entry("b"))
+        assert (shelf.loaded, shelf.entry("b").reason) == (["a", "b"], None)
+
+    play(scenario)
+
+
+def test_a_dead_engine_is_removed_and_the_others_go_on() -> None:
+    shelf = Shelf(10_000, "a", "b")
+
+    async def scenario() -> None:
+        await shelf.touch("a")
+        await shelf.touch("b")
+        shelf.engines["a"][0].sick = "it fell"
+        shelf.models.tick()
+        while shelf.loaded != ["b"]:
+            await asyncio.sleep(0.01)
+        assert "it fell" in str(shelf.entry("a").status().reason)
+        assert shelf.models.health() is None
+        await shelf.models.load(shelf.entry("a"))
+        assert shelf.loaded == ["a", "b"]
+
+    play(scenario)
+
+
+def test_an_idle_model_is_unloaded_but_not_while_it_serves() -> None:
+    shelf = Shelf(10_000, "a", "b", idle_s=0.05)
+
+    async def scenario() -> None:
+        async with shelf.models.use(shelf.entry("a"), "long"):
+            await asyncio.sleep(0.1)
+            shelf.models.tick()
+            await asyncio.sleep(0.05)
+            assert shelf.loaded == ["a"]
+        while shelf.loaded:
+            shelf.models.tick()
+            await asyncio.sleep(0.01)
+        assert shelf.entry("a").state is ModelState.SLEEPING
+        await shelf.touch("a")
+
+    play(scenario)
+
+
+def test_a_model_that_serves_is_not_unloaded_by_hand() -> None:
+    shelf = Shelf(10_000, "a", "b")
+
+    async def scenario() -> None:
+        async with shelf.models.use(shelf.entry("a"), "r"):
+            with pytest.raises(InvalidRequest, match="serves 1 request"):
+                await shelf.models.unload(shelf.entry("a"))
+        await shelf.models.unload(shelf.entry("a"))
+        assert shelf.loaded == []
+
+    play(scenario)
+
+
+def test_the_room_for_a_model_is_what_the_others_leave() -> None:
+    shelf = Shelf(2_000, "a", "b")
+
+    async def scenario() -> None:
+        await shelf.touch("a")
+        shelf.engines["a"][0].memory = ModelMemory(500, 300, 10_000)
+        await shelf.touch("b")
+        share = shelf.shares[-1]
+        assert share is not None
+        assert 500 + 300 + share.num_bytes <= 2_000
+        assert (share.process_bytes, share.loaded_bytes) == (2_000, 500)
+
+    play(scenario)

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.api.openai_sampling import ALL_TOKENS
 from headrace.types.chat import GenerationOptions
 from headrace.types.events import PrefillProgress, Usage
-from headrace.types.model import ModelDescription
+from headrace.types.model import ModelDescription, ModelOutline
 
 
 def timings_body(usage: Usage) -> dict[str, Any]:
@@ -85,6 +85,25 @@ def props_body(
         "eos_token": special_tokens.get("eos_token", ""),
         "build_info": f"headrace {version}",
         "is_sleeping": False,
+    }
+
+
+def sleeping_props(outline: ModelOutline, *, alias: str, version: str) -> dict[str, Any]:
+    """The same of a model that is not loaded, as far as it is known."""
+    return {
+        "default_generation_settings": {"n_ctx": outline.max_model_len or 0, "params": {}},
+        "total_slots": 0,
+        "model_alias": alias,
+        "model_path": alias,
+        "modalities": {"vision": "image" in outline.inputs, "audio": False},
+        "endpoint_slots": False,
+        "endpoint_props": False,
+        "endpoint_metrics": True,
+        "chat_template": "",
+        "bos_token": "",
+        "eos_token": "",
+        "build_info": f"headrace {version}",
+        "is_sleeping": True,
     }
 
 

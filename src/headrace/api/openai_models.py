@@ -13,16 +13,30 @@ from headrace.api.openai_chat import PromptBody, chat_prompt
 from headrace.api.openai_completion import read_token_ids
 from headrace.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from headrace.types.chat import ChatRequest
+from headrace.types.model import ModelOutline
+from headrace.types.status import ModelState
 
 
-def model_list(models: Mapping[str, int], created: int, owned_by: str, parents: Mapping[str, str]) -> dict[str, Any]:
-    """models: the context of each served name, in tokens. parents: the model's name by its adapters'."""
-    data = [_model(name, created, context, owned_by, parents.get(name)) for name, context in models.items()]
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A name that is served. root: the main name of its model."""
+
+    root: str
+    state: ModelState
+    reason: str | None
+    outline: ModelOutline
+
+
+def model_list(
+    models: Mapping[str, ListedModel], created: int, owned_by: str, parents: Mapping[str, str]
+) -> dict[str, Any]:
+    """parents: the model's name by its adapters'."""
+    data = [_model(name, created, each, owned_by, parents.get(name)) for name, each in models.items()]
     return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
 
 
 def one_model(
-    asked: str, models: Mapping[str, int], created: int, owned_by: str, parents: Mapping[str, str]
+    asked: str, models: Mapping[str, ListedModel], created: int, owned_by: str, parents: Mapping[str, str]
 ) -> dict[str, Any]:
     """One served name. Raises ModelNotFound."""
     if asked not in models:
@@ -30,20 +44,26 @@ def one_model(
     return _model(asked, created, models[asked], owned_by, parents.get(asked))
 
 
-def _model(name: str, created: int, max_model_len: int, owned_by: str, parent: str | None) -> dict[str, Any]:
+def _model(name: str, created: int, model: ListedModel, owned_by: str, parent: str | None) -> dict[str, Any]:
+    context = model.outline.max_model_len
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": owned_by,
         "parent": parent,
-        "max_model_len": max_model_len,
+        "root": model.root,
+        "max_model_len": context,
         "type": "model",
         "display_name": name,
         "lifecycle": "active",
         "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
-        "max_input_tokens": max_model_len,
-        "max_tokens": max_model_len,
+        "max_input_tokens": context,
+        "max_tokens": context,
+        "state": model.state.value,
+        **({} if model.reason is None else {"state_reason": model.reason}),
+        "capabilities": list(model.outline.abilities),
+        "modalities": {"input": list(model.outline.inputs), "output": ["text"]},
     }
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from headrace.types.model import ModelDescription
 from headrace.types.recent import ErrorStatus
-from headrace.types.status import CacheStatus, EngineStatus, ProcessStatus, WarmUpStatus, metrics_of
+from headrace.types.status import CacheStatus, EngineStatus, ModelStatus, ProcessStatus, WarmUpStatus, metrics_of
 
 
 def status_body(
     status: EngineStatus,
-    model: ModelDescription,
-    names: Sequence[str],
+    model: ModelDescription | None,
+    models: Sequence[tuple[ModelStatus, EngineStatus]],
     process: ProcessStatus,
     *,
     version: str,
@@ -22,23 +22,31 @@ def status_body(
     errors: Sequence[ErrorStatus],
     is_draining: bool,
 ) -> dict[str, Any]:
-    """names: the served names. ignored: how often each unknown field was sent. errors: the latest, the oldest first."""
+    """status, model: of the model whose figures are shown in full; None if no model is loaded. models: all of them, the
+    one first. ignored: how often each unknown field was sent. errors: the latest, the oldest first."""
+    names = models[0][0].names
     return {
         "status": health_body(status.warm_up, is_draining=is_draining)["status"],
         "version": version,
         "process": asdict(process),
         "model": {
-            "name": model.name,
+            "name": names[0] if model is None else model.name,
             "served_names": list(names),
-            "model_type": model.model_type,
-            "max_model_len": model.max_model_len,
-            "vocab_size": model.tokens.end,
-            "report": list(model.report),
+            "model_type": None if model is None else model.model_type,
+            "max_model_len": None if model is None else model.max_model_len,
+            "vocab_size": None if model is None else model.tokens.end,
+            "report": [] if model is None else list(model.report),
         },
+        "models": [_model(each, of_it) for each, of_it in models],
         **_shown(status),
         "ignored_fields": dict(ignored),
         "errors": [asdict(error) for error in errors],
     }
+
+
+def _model(model: ModelStatus, status: EngineStatus) -> dict[str, Any]:
+    own = {"num_running": status.num_running, "num_waiting": status.num_waiting, "requests": _shown(status.requests)}
+    return {"name": model.names[0], **asdict(model), **own}
 
 
 def health_body(warm_up: WarmUpStatus, *, is_draining: bool) -> dict[str, Any]:

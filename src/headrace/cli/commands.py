@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.cli.launch_arguments import parse_launch
 from headrace.cli.model_arguments import parse_list, parse_pull, parse_remove, parse_show
+from headrace.cli.serve_plan import read_plan
 from headrace.cli.service_arguments import parse_install
 from headrace.config import SERVED
 from headrace.config_loading import Parser, load_config, with_suggestion
@@ -38,7 +39,7 @@ class Group:
 
 
 def _parse_serve(words: Sequence[str]) -> Any:
-    return load_config(words, program="headrace serve", about="Serve a model over HTTP.")
+    return read_plan(words)
 
 
 def _parse_ray_serve(words: Sequence[str]) -> Any:
@@ -164,7 +165,7 @@ _RAY = Group(
 )
 
 COMMANDS: Mapping[str, Command | Group] = {
-    "serve": Command("headrace.cli.serve", "serve a model over HTTP", _parse_serve),
+    "serve": Command("headrace.cli.serve", "serve models over HTTP", _parse_serve),
     "chat": Command("headrace.cli.chat", "chat with a model in the terminal", _parse_chat),
     "status": Command("headrace.cli.status", "show what a server is doing, live", _parse_status),
     "launch": Command("headrace.cli.launch", "start an agent or another client, connected to a server", parse_launch),

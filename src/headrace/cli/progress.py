@@ -14,7 +14,7 @@ from headrace.cli.progress_line import ProgressLine
 from headrace.config import Config
 from headrace.engine.prepare import held_weights_bytes
 from headrace.errors import HeadraceError
-from headrace.session.embeddings import AnySession
+from headrace.session.models import Models
 from headrace.types.status import Phase, RequestStatus
 
 _PERIOD_S = 0.25
@@ -22,13 +22,14 @@ _SHOWN_AFTER_S = 1.0
 """Of a prompt: shorter ones would only flicker."""
 
 
-async def show_prompts(session: AnySession, line: ProgressLine) -> None:
+async def show_prompts(models: Models, line: ProgressLine) -> None:
     progress = PromptProgress()
     for handler in logging.getLogger().handlers:
         handler.addFilter(line)
     try:
-        while session.health() is None:
-            line.show(progress.text((await session.status()).requests, time.monotonic()))
+        while models.health() is None:
+            statuses = [await session.status() for _, session in models.loaded()]
+            line.show(progress.text([each for status in statuses for each in status.requests], time.monotonic()))
             await asyncio.sleep(_PERIOD_S)
     except HeadraceError:
         return  # the server's end tells why

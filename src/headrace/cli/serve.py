@@ -14,23 +14,18 @@ from typing import Any
 
 from headrace.backend.device import current
 from headrace.backend.doctor import compiler
-from headrace.cli.configured import (
-    configured_session,
-    configured_text_pipeline,
-    served_models,
-    without_missing_vision,
-)
-from headrace.cli.progress import loading_text, preparing_text, show_prompts
-from headrace.cli.progress_line import ProgressLine, Waiting
+from headrace.cli.progress import show_prompts
+from headrace.cli.progress_line import ProgressLine
+from headrace.cli.serve_models import load_first, served_models
+from headrace.cli.serve_plan import ServePlan
 from headrace.config import Config, ServerConfig
 from headrace.config_loading import warn_of_unknown_variables
-from headrace.engine.engine import Engine
 from headrace.models.purpose import purpose_by_name
 from headrace.server.log_format import use_log_format
 from headrace.server.run import base_url, open_listener, serve
 from headrace.session.embeddings import AnySession, EmbeddingSession
+from headrace.session.models import Models
 from headrace.session.session import Session
-from headrace.session.text_pipeline import TextPipeline
 from headrace.types.pooling import PoolingTask
 
 
@@ -99,8 +94,7 @@ def _gaps(config: Config, session: Session) -> Iterator[str]:
         yield "a C++ compiler (g++), without which a CPU runs fused operations one by one"
 
 
-def ready_text(config: Config, url: str, session: AnySession) -> str:
-    name = (*config.server.served_model_name, session.model.name)[0]
+def ready_text(config: Config, url: str, session: AnySession, name: str) -> str:
     if isinstance(session, EmbeddingSession):
         return _pooling_ready_text(config, url, session, name)
     if session.takes_chats:
@@ -140,46 +134,58 @@ TERMINATED = 143
 """Exit code after SIGTERM, as shells use it."""
 
 
-def run(config: Config) -> None:
-    """Loads the model and serves it until a signal comes. Raises ConfigError and ModelError."""
+def run(plan: ServePlan) -> None:
+    """Loads models and serves them until a signal comes. Raises ConfigError and ModelError."""
+    config = plan.config
     use_log_format(config.server.log_format)
     logging.getLogger("headrace").setLevel(config.server.log_level.upper())
     warn_of_unknown_variables()
     if os.getpid() == 1:
         # In a container: for process 1 the kernel ignores signals that have no handler.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED))
+    models = served_models(plan)
     with open_listener(config.server) as listener:
-        print(f"loading {config.model}", flush=True)  # a large one takes long, and a download longer
-        with Waiting(preparing_text(config)):
-            config = without_missing_vision(config)
-            text = configured_text_pipeline(config)
-        with Waiting(loading_text(config)):
-            engine = Engine.launch(config, None if text is None else text.constraints)
         try:
-            left_s = _serve(config, engine, text, listener)
+            load_first(models, plan)
+            left_s = _serve(plan, models, listener)
         except KeyboardInterrupt:
             # A second Ctrl-C: the engine's thread would end only after its current step.
             raise
         except BaseException:
-            engine.stop()
+            models.stop()
             raise
-        if not engine.stop(left_s):
+        if not models.stop(left_s):
             logger.warning("the engine is still busy, the process ends without it")
 
 
-def _serve(config: Config, engine: Engine, text: TextPipeline | None, listener: socket.socket) -> float:
+def _serve(plan: ServePlan, models: Models, listener: socket.socket) -> float:
     """Serve until a signal comes. Returns the seconds left for shutting down."""
-    session = configured_session(config, engine, text)
-    details = (*engine.model.report, *session.notes) if config.server.verbose else ()
-    for line in (*details, *summary(config, session)):
+    config = plan.config
+    for line in _start_lines(plan, models):
         print(line, flush=True)
-    session.start_processes()
-    ready = ready_text(config, base_url(listener), session)
+    ready = _ready(config, models, base_url(listener))
     progress, tasks = ProgressLine(), set[asyncio.Task[None]]()
 
     def announce() -> None:
         print(ready, flush=True)
         if progress.is_possible:
-            tasks.add(asyncio.create_task(show_prompts(session, progress)))
+            tasks.add(asyncio.create_task(show_prompts(models, progress)))
 
-    return serve(served_models(config, session), config.server, listener, announce)
+    return serve(models, config.server, listener, announce)
+
+
+def _start_lines(plan: ServePlan, models: Models) -> Iterator[str]:
+    for planned, entry in zip(plan.models, models.entries, strict=True):
+        if (session := entry.session) is not None:
+            if plan.config.server.verbose:
+                yield from (*session.model.report, *session.notes)
+            yield from summary(planned.config, session)
+        else:
+            yield f"model: {entry.name}, {entry.state.value}{'' if entry.reason is None else f': {entry.reason}'}"
+
+
+def _ready(config: Config, models: Models, url: str) -> str:
+    entry = models.main
+    if entry.session is None:
+        return f"{', '.join(models.names)} are served at {url}/v1; a request loads its model\n"
+    return ready_text(config, url, entry.session, entry.name)

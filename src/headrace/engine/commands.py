@@ -60,4 +60,15 @@ class Estimate:
     reply: Callable[[Forecast], None]
 
 
-Command = Submit | Abort | Inspect | LoadAdapter | DropAdapter | ClearCache | Estimate | Stop
+@dataclass(frozen=True, slots=True)
+class SetBudget:
+    """Change the bytes for states and caches, or come as close as requests in progress allow.
+
+    `reply` gets the budget from now on, once caches have given up what is over it.
+    """
+
+    budget_bytes: int
+    reply: Callable[[int], None]
+
+
+Command = Submit | Abort | Inspect | LoadAdapter | DropAdapter | ClearCache | Estimate | SetBudget | Stop

@@ -8,6 +8,7 @@ MLX ties arrays to the thread that made them, so that thread also loads the mode
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import queue
 import threading
@@ -22,11 +23,13 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from headrace.backend import device
 from headrace.config import Config
 from headrace.engine.adapters import DropAdapter, LoadAdapter
-from headrace.engine.commands import Abort, ClearCache, Command, Estimate, Inspect, Stop, Submit
+from headrace.engine.commands import Abort, ClearCache, Command, Estimate, Inspect, SetBudget, Stop, Submit
 from headrace.engine.delivery import Item, OutputQueue
 from headrace.engine.prepare import prepare
+from headrace.engine.turns import DeviceTurns
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
 from headrace.grammar.factory import ConstraintFactory
@@ -34,6 +37,7 @@ from headrace.isolation import errors_as
 from headrace.models.lora_files import read_adapter
 from headrace.models.picture_processor import PictureProcessor, load_picture_processor
 from headrace.types.events import FinishReason, Forecast, TokenOutput
+from headrace.types.memory import MemoryShare, ModelMemory
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
 from headrace.types.status import EngineStatus, WarmUpStatus
@@ -138,8 +142,17 @@ class OutputStream:
 class Engine:
     """A loaded model and the thread that runs it. Make one with `launch`."""
 
-    def __init__(self, config: Config, constraints: ConstraintFactory | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        constraints: ConstraintFactory | None = None,
+        turns: DeviceTurns | None = None,
+        share: MemoryShare | None = None,
+    ) -> None:
         self._config = config
+        self._turns = turns or DeviceTurns()
+        self._share = share
+        self._memory: ModelMemory | None = None
         self._constraints = constraints
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_ready = threading.Event()
@@ -150,13 +163,21 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
 
     @classmethod
-    def launch(cls, config: Config, constraints: ConstraintFactory | None = None) -> Engine:
+    def launch(
+        cls,
+        config: Config,
+        constraints: ConstraintFactory | None = None,
+        *,
+        turns: DeviceTurns | None = None,
+        share: MemoryShare | None = None,
+    ) -> Engine:
         """Load the model and start the thread. Raises ModelError and ConfigError.
 
         constraints: makes the requests' constraints; then only tokens of its tokenizer are sampled. None: requests with
         a constraint are refused.
+        turns, share: of the device, for a model that is not alone.
         """
-        engine = cls(config, constraints)
+        engine = cls(config, constraints, turns, share)
         engine._thread.start()
         engine._is_ready.wait()
         if engine._launch_error is not None:
@@ -168,6 +189,11 @@ class Engine:
     def model(self) -> ModelDescription:
         assert self._model is not None, "an engine is made with Engine.launch"
         return self._model
+
+    @property
+    def memory(self) -> ModelMemory:
+        assert self._memory is not None, "an engine is made with Engine.launch"
+        return self._memory
 
     def health(self) -> str | None:
         """None, or why no request can be served."""
@@ -225,6 +251,13 @@ class Engine:
         if (error := await self._ask(partial(DropAdapter, fingerprint))) is not None:
             raise error
 
+    async def set_budget(self, num_bytes: int) -> int:
+        """Change the bytes for states and caches, as far as requests in progress allow. Returns those from now on.
+
+        Raises EngineDead.
+        """
+        return await self._ask(partial(SetBudget, num_bytes))
+
     async def _ask(self, command: Callable[[Callable[[Answer], None]], Command]) -> Answer:
         event_loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = event_loop.create_future()
@@ -261,7 +294,9 @@ class Engine:
     def _serve(self) -> None:
         try:
             with errors_as(self._not_served):  # mlx-lm's model files may raise anything
-                loop, self._model = prepare(self._config, self._inbox, self._constraints)
+                loop, self._model, self._memory = prepare(
+                    self._config, self._inbox, self._constraints, self._turns, self._share
+                )
             self._warm_up = loop.warm_up
         except HeadraceError as error:  # handed to the caller of launch
             self._launch_error = error
@@ -281,6 +316,31 @@ class Engine:
         logger.debug("the model can't be served", exc_info=error)
         name, first_line = type(error).__name__, str(error).partition("\n")[0]
         return ModelError(f"{self._config.model} can't be served: {name}: {first_line}")
+
+
+def device_memory(utilization: float | None) -> int:
+    """Bytes for the weights and states of all models. utilization: as configured."""
+    here = device.current()
+    return int(here.memory_bytes * here.share(utilization))
+
+
+def memory_in_use() -> int:
+    """Bytes of all arrays of the process."""
+    return device.memory_in_use()
+
+
+def is_device_lost() -> bool:
+    return device.is_lost()
+
+
+def release_memory() -> None:
+    """After an engine has stopped and nothing refers to it: give back what is left of it in cycles and in buffers."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    mx.clear_cache()
 
 
 def load_processor(model: ModelDescription) -> PictureProcessor:

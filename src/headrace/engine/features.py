@@ -73,6 +73,10 @@ class Features:
     def num_bytes(self) -> int:
         return 0
 
+    @property
+    def has_work(self) -> bool:
+        return False
+
     def advance(self, plain_step_s: float | None) -> None:
         """Continue with the first input of the request that has waited longest.
 
@@ -115,6 +119,10 @@ class FeatureCache(Features):
     @property
     def num_bytes(self) -> int:
         return sum(kept.num_bytes for kept in self._kept.values())
+
+    @property
+    def has_work(self) -> bool:
+        return any(self._pending.values())
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
         """Wait while media after the cached part are not embedded."""

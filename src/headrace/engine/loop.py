@@ -14,7 +14,7 @@ import mlx.core as mx
 from headrace.backend import device
 from headrace.backend.gpu_use import gpu_utilization
 from headrace.engine.adapters import DropAdapter, LoadAdapter
-from headrace.engine.commands import Abort, ClearCache, Command, Estimate, Inspect, Stop, Submit
+from headrace.engine.commands import Abort, ClearCache, Command, Estimate, Inspect, SetBudget, Stop, Submit
 from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
 from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
@@ -22,10 +22,12 @@ from headrace.engine.pool import PrefixCache
 from headrace.engine.pooling import EncoderRunner
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.prefill import Sparse
+from headrace.engine.turns import DeviceTurns
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
 from headrace.metrics.stats import Stats
 from headrace.prefix.budget import Kind, MemoryUsage
+from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler, StepOutcome
 from headrace.types.events import Forecast
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
@@ -45,11 +47,14 @@ IDLE_S = 1.0
 class MemoryPlan:
     """Bytes of the loaded model's weights, and the budget for states and caches beside them.
 
-    is_shared: whether other programs use the same memory; a GPU has its own on CUDA.
+    fixed_bytes: of the budget, the part that no sequence of this model gets. is_shared: whether other programs use the
+    same memory; a GPU has its own on CUDA. process_bytes: for all models of this process.
     """
 
     budget_bytes: int
     weights_bytes: int
+    fixed_bytes: int
+    process_bytes: int
     is_shared: bool = False
 
 
@@ -73,8 +78,11 @@ class Loop:
         parts: Parts,
         warm_up: WarmUp,
         memory: MemoryPlan,
+        budget: MemoryBudget,
         inbox: queue.SimpleQueue[Command],
+        turns: DeviceTurns,
     ) -> None:
+        """budget: the scheduler's."""
         self._runner = runner
         self._scheduler = scheduler
         self._prefixes = parts.prefixes
@@ -85,9 +93,13 @@ class Loop:
         self.warm_up = warm_up
         """Its status may be read in any thread."""
         self._memory = memory
-        self._memory_usage = MemoryUsage(memory.budget_bytes + memory.weights_bytes + self._adapters.num_bytes)
+        self._first_adapters_bytes = self._adapters.num_bytes
+        """Beside the budget."""
+        self._memory_usage = MemoryUsage(memory.budget_bytes + memory.weights_bytes + self._first_adapters_bytes)
         self._memory_usage.set_usage(Kind.WEIGHTS, memory.weights_bytes)
+        self._budget = budget
         self._inbox = inbox
+        self._turns = turns
         self._stats = Stats()
         self._device = _device_status()
         self._queues: dict[str, OutputQueue] = {}
@@ -103,15 +115,20 @@ class Loop:
             self._free()
             if self._is_stopping:
                 break
-            self._features.advance(self._scheduler.decode_step_s)
+            if self._features.has_work:
+                with self._turns.mine():
+                    self._features.advance(self._scheduler.decode_step_s)
             plan = self._scheduler.schedule(0.0 if self._is_turn_of_scoring() else None)
             self._num_prompt_tokens = plan.num_prompt_tokens
             if not plan.is_empty:
-                self._step(plan)
+                with self._turns.mine():
+                    self._step(plan)
             if self._sparse.is_scoring:
-                self._score()
+                with self._turns.mine():
+                    self._score()
             elif self._can_warm_up(is_idle=plan.is_empty):
-                self._advance_warm_up()
+                with self._turns.mine():
+                    self._advance_warm_up()
             elif plan.is_empty:
                 self._wait_for_disk()
         self.fail_all(EngineDead("the server is shutting down"))
@@ -159,7 +176,7 @@ class Loop:
                     command.reply(False)
                 elif isinstance(command, Inspect):
                     command.reply(self._status())
-                elif isinstance(command, ClearCache):
+                elif isinstance(command, ClearCache | SetBudget):
                     command.reply(0)
                 elif isinstance(command, LoadAdapter | DropAdapter):
                     command.reply(error)
@@ -220,7 +237,7 @@ class Loop:
         num_freed = self._sparse.evict(num_bytes)
         if num_freed < num_bytes:
             num_freed += self._prefixes.evict(num_bytes - num_freed)
-        if mx.get_active_memory() + mx.get_cache_memory() > self._memory_usage.capacity_bytes:
+        if mx.get_active_memory() + mx.get_cache_memory() > self._memory.process_bytes:
             # MLX would otherwise keep the freed memory, in buffers of sizes that may not be requested again
             mx.clear_cache()
         self._memory_usage.set_usage(Kind.RECORDS, self._records_bytes)
@@ -242,6 +259,8 @@ class Loop:
                 reply(self._clear_cache())
             case LoadAdapter() | DropAdapter():
                 self._adapters.execute(command, self._reserve)
+            case SetBudget(budget_bytes, reply):
+                reply(self._set_budget(budget_bytes))
             case Estimate(requests, reply):
                 reply(self._forecast(requests))
             case Stop():
@@ -253,6 +272,21 @@ class Loop:
         known_s = [wait_s for wait_s in waits_s if wait_s is not None]
         wait_s = max(known_s) if len(known_s) == len(waits_s) else None
         return Forecast(sum(len(request.prompt) for request in requests), max(uncached), wait_s)
+
+    def _set_budget(self, budget_bytes: int) -> int:
+        # adapters that were loaded later are part of the budget
+        fixed = self._memory.fixed_bytes + self._adapters.num_bytes - self._first_adapters_bytes
+        least = max(self._scheduler.least_bytes, self._runner.permanent_bytes)
+        self._budget.budget_bytes = max(budget_bytes - fixed, least)
+        self._memory = replace(self._memory, budget_bytes=self._budget.budget_bytes + fixed)
+        own_bytes = self._memory.weights_bytes + self._first_adapters_bytes
+        self._memory_usage.capacity_bytes = self._memory.budget_bytes + own_bytes
+        self._free()
+        if (over := -self._memory_usage.room()) > 0:
+            self._features.evict(over)
+        mx.clear_cache()
+        self.warm_up.drop_larger()
+        return self._memory.budget_bytes
 
     def _clear_cache(self) -> int:
         media_bytes = self._features.evict(self._features.num_bytes)

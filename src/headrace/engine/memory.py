@@ -2,25 +2,97 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 
 import mlx.core as mx
 
+from headrace.backend.device import Device
 from headrace.errors import ConfigError
 from headrace.models.packed import PackedModel, Row
 from headrace.scheduler.admission import MemoryBudget
 from headrace.speculate.head import HeadDrafter
 from headrace.state.sequence import SequenceState, StateCost
 from headrace.state.slabs import SLAB_TOKENS, StatePool, slot_capacity
+from headrace.types.memory import MemoryShare
 
 CONTEXT_STEP = 256
 """A context limited by memory is a multiple of this."""
 
 _MOST_SLAB_TOKENS = 1 << 18
 
+SHARED_CONTEXT = 0.25
+"""Share of a model's memory for states that an automatic context takes where other models may be loaded beside it: they
+get no less than what one request of the whole context needs."""
+
 DEFAULT_CONTEXT = 4096
 """For models without a stated length, unless configured (recurrent ones have no limit)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBytes:
+    """weights_bytes: of this model. budget_bytes: left for its states and caches. process_bytes: for all models.
+
+    others_bytes: of the weights of other models. most_bytes: the largest budget that the configuration allows.
+    """
+
+    weights_bytes: int
+    budget_bytes: int
+    process_bytes: int
+    most_bytes: int
+    others_bytes: int = 0
+
+
+def loaded_bytes(
+    here: Device,
+    utilization: float | None,
+    share: MemoryShare | None,
+    parts: Iterable[object],
+    adapters_bytes: int = 0,
+) -> LoadedBytes:
+    """The memory after loading. parts: what holds the model's weights; share: None for a model without others.
+
+    adapters_bytes: of arrays in `parts` that are counted apart.
+
+    Raises ConfigError if the weights leave nothing.
+    """
+    if share is None:
+        budget_bytes = state_budget(here.memory_bytes, here.share(utilization))
+        weights_bytes = mx.get_active_memory() - adapters_bytes
+        return LoadedBytes(weights_bytes, budget_bytes, budget_bytes + weights_bytes, budget_bytes)
+    weights_bytes = array_bytes(parts) - adapters_bytes
+    allowed = share.process_bytes if utilization is None else int(here.memory_bytes * utilization)
+    most = min(share.num_bytes, allowed) - adapters_bytes
+    if most <= weights_bytes:
+        raise ConfigError(
+            f"the weights take {weights_bytes / 1e9:.1f} GB, and beside the other models there are {most / 1e9:.1f} GB",
+            param="gpu_memory_utilization",
+        )
+    most_bytes = allowed - adapters_bytes - weights_bytes
+    return LoadedBytes(weights_bytes, most - weights_bytes, share.process_bytes, most_bytes, share.loaded_bytes)
+
+
+def array_bytes(parts: Iterable[object]) -> int:
+    """Bytes of all arrays that objects of a model hold, each counted once.
+
+    MLX counts the arrays of a process, and other models may load or compute at the same time.
+    """
+    left, seen, num_bytes = list(parts), set[int](), 0
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, mx.array):
+            num_bytes += each.nbytes
+        elif isinstance(each, FunctionType):
+            left += each.__closure__ or ()
+        elif not isinstance(each, type | ModuleType):
+            left += gc.get_referents(each)
+    return num_bytes
 
 
 def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
@@ -77,14 +149,15 @@ def fitting_context(budget_bytes: int, cost: Callable[[int], int], longest: int)
     return fits - fits % CONTEXT_STEP if fits >= CONTEXT_STEP else fits
 
 
-def chosen_context(wanted: int | None, own: int, memory: MemoryBudget) -> int:
+def chosen_context(wanted: int | None, own: int, memory: MemoryBudget, share: float = 1.0) -> int:
     """Tokens of prompt and answer together: as configured, else the model's own as far as memory allows.
 
+    share: of the memory, the most that a context takes whose length is not configured.
     Raises ConfigError for a configured length that the model or the memory doesn't have.
     """
     fitting = fitting_context(memory.budget_bytes, memory.cost, own)
     if wanted is None:
-        return fitting
+        return fitting_context(int(share * memory.budget_bytes), memory.cost, own)
     if wanted > own:
         raise ConfigError(f"max_model_len {wanted} is over the model's own context of {own} tokens")
     if wanted > fitting:

@@ -24,22 +24,31 @@ from headrace.engine.draft_model import DraftModel, load_draft_model
 from headrace.engine.drafting import DrafterSetup, prepare_drafting
 from headrace.engine.features import FeatureCache
 from headrace.engine.loop import Loop, MemoryPlan, Parts
-from headrace.engine.memory import DEFAULT_CONTEXT, chosen_context, sample_state, state_budget, state_pool
+from headrace.engine.memory import (
+    DEFAULT_CONTEXT,
+    SHARED_CONTEXT,
+    chosen_context,
+    loaded_bytes,
+    sample_state,
+    state_pool,
+)
 from headrace.engine.pool import PrefixPool
 from headrace.engine.pooling import PoolingRunner
 from headrace.engine.prepare_encoder import check_knobs, longest_input, pooling_traits, prepare_encoder
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.draft import memory_share, refuse_draft, refuse_target, report_line
 from headrace.engine.sparse.prefill import start_sparse
+from headrace.engine.turns import DeviceTurns
 from headrace.engine.warm_up import WarmUp, prepare_warm_up
 from headrace.errors import ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.built_in import IN_PACKAGE, built_in_folder
+from headrace.models.hub import local_copy
 from headrace.models.in_use import hold
 from headrace.models.load import LoadedModel, load
 from headrace.models.preview import Preview, foresee, preview_folder, preview_on_hub
 from headrace.models.quantized import Quantization
-from headrace.models.smollm2 import fetch
+from headrace.models.smollm2 import fetch, is_fetched
 from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
 from headrace.models.vision import load_tower
 from headrace.models.vlm import Tower, VlmWrapper, whole_tower
@@ -48,6 +57,7 @@ from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.stages import Stage
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import StateCost
+from headrace.types.memory import MemoryShare, ModelMemory
 from headrace.types.model import AdapterDescription, ModelDescription
 
 logger = logging.getLogger(__name__)
@@ -74,9 +84,13 @@ _SAMPLE_TOKENS = 128
 
 
 def prepare(
-    config: Config, inbox: queue.SimpleQueue[Command], constraints: ConstraintFactory | None
-) -> tuple[Loop, ModelDescription]:
-    """Everything before the first request, on the engine's thread."""
+    config: Config,
+    inbox: queue.SimpleQueue[Command],
+    constraints: ConstraintFactory | None,
+    turns: DeviceTurns,
+    share: MemoryShare | None,
+) -> tuple[Loop, ModelDescription, ModelMemory]:
+    """Everything before the first request, on the engine's thread. share: None for a model without others."""
     set_up_libraries()
     products = blas.install(config.models.numerics)
     device.restore_open_files()
@@ -84,8 +98,10 @@ def prepare(
     if files.recipe is not None:
         check_knobs(config, files)
     if files.is_encoder:
-        return prepare_encoder(config, files, inbox, here, (*_device_lines(here, products),))
-    loaded = _load(config, files, here, constraints)
+        return prepare_encoder(config, files, inbox, here, (*_device_lines(here, products),), turns, share)
+    # how weights are held depends on the memory that they may take
+    its_own = here if share is None else replace(here, memory_bytes=min(here.memory_bytes, share.num_bytes))
+    loaded = _load(config, files, its_own, constraints)
     as_held = replace(config, models=replace(config.models, dtype=loaded.dtype))
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     is_pooling = files.recipe is not None
@@ -95,15 +111,17 @@ def prepare(
     found = None if is_pooling else _find_tower(config, files, loaded, here)
     taken = files.name, *config.server.served_model_name
     adapters, named_adapters = load_adapters(config.models.adapter, taken, loaded)
-    weights_bytes = mx.get_active_memory() - adapters.num_bytes
-    wired = () if here.mac is None else (wire(here.mac, knobs.wired, weights_bytes),)
-    budget_bytes = state_budget(here.memory_bytes, here.share(knobs.gpu_memory_utilization))
+    roots = (loaded.packed, drafting, found, draft, drafter)
+    held = loaded_bytes(here, knobs.gpu_memory_utilization, share, roots, adapters.num_bytes)
+    wired = () if here.mac is None else (wire(here.mac, knobs.wired, held.weights_bytes + held.others_bytes),)
+    budget_bytes = held.budget_bytes
     sample = sample_state(loaded.packed, drafting.head)
     cost = sample.cost()
     own_context = longest_input(files, loaded.context_length) or knobs.max_model_len or DEFAULT_CONTEXT
     of_draft = 0 if draft is None else int(budget_bytes * memory_share(draft, cost, own_context))
     memory = _memory_budget(budget_bytes - of_draft, cost, drafting)
-    max_model_len = chosen_context(knobs.max_model_len, own_context, memory)
+    context_share = 1.0 if share is None else SHARED_CONTEXT
+    max_model_len = chosen_context(knobs.max_model_len, own_context, memory, context_share)
     tower = None if found is None else found[0]
     disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, sample, budget_bytes, here.kind)
     adapter_lines = _adapter_lines(named_adapters, adapters.num_bytes)
@@ -120,7 +138,8 @@ def prepare(
     scheduler = Scheduler(
         knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, stages=stages
     )
-    states = state_pool(loaded.packed, cost, memory.budget_bytes, knobs.max_num_seqs, max_model_len)
+    pool_bytes = int(context_share * memory.budget_bytes)
+    states = state_pool(loaded.packed, cost, pool_bytes, knobs.max_num_seqs, max_model_len)
     packed, end = loaded.packed, loaded.tokens.end
     if is_pooling:
         warm_up = WarmUp(None, knobs.max_num_seqs, ())
@@ -129,10 +148,14 @@ def prepare(
         warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
         of_runner = packed, end, parts.prefixes, constraints, drafting.speculator, parts.features, adapters
         runner = Runner(*of_runner, pool=states, ahead=packed.launches_ahead)
-    loop = Loop(runner, scheduler, parts, warm_up, MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda"), inbox)
     report += warm_up.report
+    plan = MemoryPlan(budget_bytes, held.weights_bytes, of_draft, held.process_bytes, here.kind != "cuda")
+    loop = Loop(runner, scheduler, parts, warm_up, plan, memory, inbox, turns)
     description = _describe(files, loaded, max_model_len, report, named_adapters, takes_media=tower is not None)
-    return loop, description if draft is None else replace(description, sparse_draft=draft.name)
+    if draft is not None:
+        description = replace(description, sparse_draft=draft.name)
+    least_bytes = of_draft + max(memory.cost(max_model_len), runner.permanent_bytes)
+    return loop, description, ModelMemory(held.weights_bytes, least_bytes, held.most_bytes)
 
 
 def _memory_budget(budget_bytes: int, cost: StateCost, drafting: DrafterSetup) -> MemoryBudget:
@@ -278,6 +301,27 @@ def model_files(config: Config, name: str | None = None) -> ModelFiles:
     with _built_in_suggested(name):
         directory = locate(name)
     return read_files(directory.name if is_path else name, directory)
+
+
+def model_name(word: str) -> str:
+    """The name of a model, as `model_files` gives it, before its files are there."""
+    if Path(word).expanduser().is_dir():
+        return Path(word).expanduser().resolve().name
+    if built_in_folder(word) is not None:
+        return f"headrace-{word}"
+    return "SmolLM2-135M-Instruct" if word == "smollm2" else word
+
+
+def local_files(config: Config) -> ModelFiles | None:
+    """As `model_files`, of a model that is on this machine already; asks no network. Raises ModelError."""
+    word = config.model
+    if Path(word).expanduser().is_dir() or built_in_folder(word) is not None:
+        return model_files(config)
+    if word == "smollm2":
+        folder = Path(config.models.model_folder).expanduser()
+        return model_files(config) if is_fetched(folder) else None
+    found = local_copy(word) if is_hub_id(word) else None
+    return None if found is None else read_files(word, found)
 
 
 @contextmanager

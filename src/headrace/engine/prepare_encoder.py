@@ -5,40 +5,45 @@ from __future__ import annotations
 import queue
 from dataclasses import replace
 
-import mlx.core as mx
-
 from headrace.backend.device import Device
 from headrace.config import Config
 from headrace.engine.commands import Command
 from headrace.engine.loop import Loop, MemoryPlan, Parts
-from headrace.engine.memory import chosen_context, state_budget
+from headrace.engine.memory import chosen_context, loaded_bytes
 from headrace.engine.pooling import BATCH_TOKENS, EncoderRunner
+from headrace.engine.turns import DeviceTurns
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import ConfigError, ModelError
 from headrace.models.pooling.encoder import load_encoder
 from headrace.models.source import ModelFiles
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
+from headrace.types.memory import MemoryShare, ModelMemory
 from headrace.types.model import ModelDescription, TokenIds
 from headrace.types.pooling import PoolingTraits
 
 
 def prepare_encoder(
-    config: Config, files: ModelFiles, inbox: queue.SimpleQueue[Command], here: Device, report: tuple[str, ...]
-) -> tuple[Loop, ModelDescription]:
+    config: Config,
+    files: ModelFiles,
+    inbox: queue.SimpleQueue[Command],
+    here: Device,
+    report: tuple[str, ...],
+    turns: DeviceTurns,
+    share: MemoryShare | None,
+) -> tuple[Loop, ModelDescription, ModelMemory]:
     """report: lines about the device. Without states and caches: an encoder computes a text as a whole."""
     knobs = config.engine
     loaded = load_encoder(files, config.models.dtype, here)
-    weights_bytes = mx.get_active_memory()
-    budget_bytes = state_budget(here.memory_bytes, here.share(knobs.gpu_memory_utilization))
-    memory = MemoryBudget(budget_bytes, loaded.num_bytes)
+    held = loaded_bytes(here, knobs.gpu_memory_utilization, share, (loaded.encoder,))
+    memory = MemoryBudget(held.budget_bytes, loaded.num_bytes)
     own_context = longest_input(files, loaded.encoder.max_length) or loaded.encoder.max_length
     max_model_len = chosen_context(knobs.max_model_len, own_context, memory)
     chunk = BATCH_TOKENS if knobs.prefill_chunk is None else knobs.prefill_chunk
     scheduler = Scheduler(knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue)
     warm_up = WarmUp(None, knobs.max_num_seqs, ())
-    plan = MemoryPlan(budget_bytes, weights_bytes, here.kind != "cuda")
-    loop = Loop(EncoderRunner(loaded.encoder), scheduler, Parts(), warm_up, plan, inbox)
+    plan = MemoryPlan(held.budget_bytes, held.weights_bytes, 0, held.process_bytes, here.kind != "cuda")
+    loop = Loop(EncoderRunner(loaded.encoder), scheduler, Parts(), warm_up, plan, memory, inbox, turns)
     description = ModelDescription(
         name=files.name,
         directory=files.directory,
@@ -52,7 +57,7 @@ def prepare_encoder(
         report=(*report, *loaded.report, f"context: {max_model_len} tokens of an input"),
         pooling=pooling_traits(files, loaded.width),
     )
-    return loop, description
+    return loop, description, ModelMemory(held.weights_bytes, memory.cost(max_model_len), held.most_bytes)
 
 
 def check_knobs(config: Config, files: ModelFiles) -> None:

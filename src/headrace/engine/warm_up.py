@@ -222,6 +222,13 @@ class WarmUp:
         has_room = self.num_bytes <= self._served.memory.budget_bytes - reserved_bytes
         return has_room and self._left[0].num_rows <= self._max_num_seqs - num_running
 
+    def drop_larger(self) -> None:
+        """Leave out pieces that need more memory than there is now."""
+        budget_bytes = self._served.memory.budget_bytes
+        left = [piece for piece in self._left if piece.num_bytes(self._served.memory) <= budget_bytes]
+        num_pieces = self.status.num_pieces - len(self._left) + len(left)
+        self._left, self.status = left, replace(self.status, num_pieces=num_pieces)
+
     def forms(self) -> StepForms:
         num_built = self._num_forms
         return StepForms(num_built, num_built - self._num_forms_when_ready if self.is_over else 0)

@@ -21,18 +21,19 @@ _ACCEPTED_AT = Metric(
 )
 
 
-def render(status: EngineStatus, model_name: str, process: ProcessStatus) -> str:
-    """All metrics. model_name: the first served name."""
-    labels = {"model_name": model_name, "engine": "0"}
+def render(models: Mapping[str, EngineStatus], process: ProcessStatus) -> str:
+    """All metrics. models: by the first served name. The process's metrics have the first model's labels."""
     families: dict[str, list[str]] = {}
-    for metric, value in _figures(status, process):
-        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-        heading = [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.type}"]
-        families.setdefault(name, heading).extend(_samples(name, metric, value, labels))
+    for number, (model_name, status) in enumerate(models.items()):
+        labels = {"model_name": model_name, "engine": "0"}
+        for metric, value in _figures(status, process if number == 0 else None):
+            name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+            heading = [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.type}"]
+            families.setdefault(name, heading).extend(_samples(name, metric, value, labels))
     return "\n".join(line for lines in families.values() for line in lines) + "\n"
 
 
-def _figures(status: EngineStatus, process: ProcessStatus) -> Iterator[tuple[Metric, Any]]:
+def _figures(status: EngineStatus, process: ProcessStatus | None) -> Iterator[tuple[Metric, Any]]:
     parts = [status, status.counters, status.cache, status.cache and status.cache.disk, status.sparse, status.handover]
     for part in (*parts, status.memory, status.step_forms, process):
         yield from _figures_of(part)

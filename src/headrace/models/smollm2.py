@@ -51,6 +51,11 @@ def fetch(cache_folder: Path, say: Callable[[str], None]) -> Path:
     return target
 
 
+def is_fetched(cache_folder: Path) -> bool:
+    """Whether `fetch` has nothing to fetch."""
+    return _is_complete(cache_folder / FOLDER)
+
+
 def _is_complete(folder: Path) -> bool:
     return all((folder / part).is_file() for part in _PARTS)
 

@@ -16,6 +16,7 @@ const WAITS = {
   disk: "its state from the disk cache",
   media: "its images or videos to be encoded",
   scores: "the draft model to score its prompt",
+  model: "its model to be loaded",
   step: "the step in progress",
 };
 

@@ -30,9 +30,9 @@ LEAD_TOKENS = 512
 """A session is preempted for another once it has been served this many tokens more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class MemoryBudget:
-    """The memory for all sequences, and the cost of one.
+    """The memory for all sequences, and the cost of one. The budget changes when other models are loaded or unloaded.
 
     cost: bytes of a sequence by its number of tokens; non-decreasing, possibly in leaps.
     record_cost: bytes of its checkpoint, never more than cost; None if equal.
@@ -96,21 +96,35 @@ class Admission:
 
     def take(self, num_bytes: int, requests: Iterable[GenerationRequest]) -> bool:
         """Take bytes out of the budget, if sequences and these requests don't need them."""
-        before, rest = self._memory, self._memory.budget_bytes - num_bytes
-        if num_bytes > self._room(None) or before.cost(self._max_model_len) > rest:
+        before, rest = self._memory.budget_bytes, self._memory.budget_bytes - num_bytes
+        if num_bytes > self._room(None) or self._memory.cost(self._max_model_len) > rest:
             return False
-        self._memory = replace(before, budget_bytes=rest)
+        self._memory.budget_bytes = rest
         try:
             for request in requests:
                 self._check_bytes(request)
         except InvalidRequest:
-            self._memory = before
+            self._memory.budget_bytes = before
             return False
         return True
 
     def give(self, num_bytes: int) -> None:
         """Add bytes to the budget."""
-        self._memory = replace(self._memory, budget_bytes=self._memory.budget_bytes + num_bytes)
+        self._memory.budget_bytes += num_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget with which the oldest started sequence, then the next, and so on, can grow to its end."""
+        least, released = self._reserved_bytes, 0
+        for each in self._reservations.values():
+            least = max(least, self._reserved_bytes - released + each.most_bytes - each.num_bytes)
+            released += each.num_bytes
+        return least
+
+    def needed_bytes(self, request: GenerationRequest) -> int:
+        """The smallest budget with which a request can run."""
+        cost = self._memory.cost
+        return (request.num_choices - 1) * cost(_first_tokens(request)) + cost(_most_tokens(request))
 
     @property
     def num_free_rows(self) -> int:
@@ -148,7 +162,7 @@ class Admission:
                 f"{_sizes(request)}, which need {one} bytes, but the memory for sequences is {budget_bytes} bytes",
                 param="max_tokens",
             )
-        needed = (request.num_choices - 1) * cost(_first_tokens(request)) + one
+        needed = self.needed_bytes(request)
         if needed > budget_bytes:
             raise InvalidRequest(
                 f"{request.num_choices} choices need {needed} bytes, "

@@ -117,6 +117,12 @@ class Scheduler:
         return self._admission.capacity_tokens
 
     @property
+    def least_bytes(self) -> int:
+        """The smallest memory budget with which all requests here can still run to their end."""
+        queued = [live.request for live in self._live.values() if not live.is_started]
+        return max([self._admission.least_bytes, *map(self._admission.needed_bytes, queued)])
+
+    @property
     def decode_step_s(self) -> float | None:
         """Seconds of a decode-only step with the current sequences; None if none decodes, 0 if unknown."""
         num_rows = sum(sequence.is_decoding for sequence in self._rows.running())

@@ -60,6 +60,10 @@ class LiveRequests:
         found = self._live.get(self._owner_of_answer.get(id, id))
         return found.engine_ids if found is not None else (id,)
 
+    def request_of(self, id: str) -> str:
+        """The request's id for its own or its answer's."""
+        return self._owner_of_answer.get(id, id)
+
 
 @dataclass(frozen=True, slots=True)
 class _Work:

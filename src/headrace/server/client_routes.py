@@ -12,6 +12,9 @@ from headrace.clients.text import client_json
 from headrace.config import ServerConfig
 from headrace.session.models import Models
 
+_UNKNOWN_CONTEXT = 4096
+"""Of a model that has not been loaded yet and whose files are not here."""
+
 _KEY_TO_FILL_IN = "YOUR_KEY"
 
 
@@ -20,8 +23,9 @@ def client_routes(models: Models, config: ServerConfig) -> list[Route]:
 
     async def clients(request: Request) -> Response:
         url = str(request.base_url).rstrip("/")
-        entry = models.resolve(request.query_params.get("model")).entry
-        context = entry.session.model.max_model_len
+        name = request.query_params.get("model")
+        entry = models.main if name is None else models.resolve(name).entry
+        context = entry.outline.max_model_len or _UNKNOWN_CONTEXT
         endpoint = Endpoint(url, entry.name, context, output_limit(context), key)
         data = [client_json(client, endpoint) for client in CLIENTS.values()]
         return JSONResponse({"object": "list", "data": data})

@@ -9,9 +9,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from headrace import __version__
-from headrace.api.llama_cpp import props_body
-from headrace.api.openai_models import model_list, one_model
+from headrace.api.llama_cpp import props_body, sleeping_props
+from headrace.api.openai_models import ListedModel, model_list, one_model
 from headrace.config import ServerConfig
+from headrace.server.connection import while_connected
 from headrace.session.models import Models
 
 
@@ -26,14 +27,17 @@ def model_routes(served: Models, config: ServerConfig) -> list[Route]:
         return JSONResponse(one_model(name, _listed(served), created, config.owned_by, _parents(served)))
 
     async def props(request: Request) -> Response:
-        target = served.resolve(request.query_params.get("model"))
-        session = target.entry.session
+        name = request.query_params.get("model")
+        entry = served.main if name is None else served.resolve(name).entry
+        session = entry.session
+        if session is None:
+            return JSONResponse(sleeping_props(entry.outline, alias=entry.name, version=__version__))
         body = props_body(
             session.model,
             session.traits.defaults,
             session.special_tokens,
             session.chat_template,
-            alias=target.name,
+            alias=entry.name,
             max_num_seqs=(await session.status()).max_num_seqs,
             version=__version__,
         )
@@ -42,8 +46,20 @@ def model_routes(served: Models, config: ServerConfig) -> list[Route]:
     async def version(request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
+    async def load(request: Request) -> Response:
+        entry = served.resolve(request.path_params["name"]).entry
+        await while_connected(request.receive, served.load(entry))
+        return JSONResponse(one_model(entry.name, _listed(served), created, config.owned_by, _parents(served)))
+
+    async def unload(request: Request) -> Response:
+        entry = served.resolve(request.path_params["name"]).entry
+        await while_connected(request.receive, served.unload(entry))
+        return JSONResponse(one_model(entry.name, _listed(served), created, config.owned_by, _parents(served)))
+
     return [
         Route("/v1/models", models),
+        Route("/v1/models/{name:path}/load", load, methods=["POST"]),
+        Route("/v1/models/{name:path}/unload", unload, methods=["POST"]),
         # Names may be hub ids, which contain a slash.
         Route("/v1/models/{name:path}", model),
         Route("/props", props),
@@ -51,9 +67,11 @@ def model_routes(served: Models, config: ServerConfig) -> list[Route]:
     ]
 
 
-def _listed(models: Models) -> dict[str, int]:
+def _listed(models: Models) -> dict[str, ListedModel]:
     return {
-        name: entry.session.model.max_model_len for entry in models.entries for name in (*entry.names, *entry.adapters)
+        name: ListedModel(entry.name, entry.state, entry.reason, entry.outline)
+        for entry in models.entries
+        for name in (*entry.names, *entry.adapters)
     }
 
 

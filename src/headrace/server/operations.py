@@ -23,6 +23,7 @@ from headrace.server.connection import EventStream, while_connected
 from headrace.server.drain import Drain
 from headrace.server.handover import Handover
 from headrace.server.status_stream import PING, StatusFeed, failure, joined
+from headrace.session.model_entry import ModelEntry
 from headrace.session.models import Models
 from headrace.types.status import ProcessStatus
 
@@ -95,12 +96,14 @@ class OperationRoutes:
 
     async def _status_body(self, since: int) -> dict[str, Any]:
         """since: the first second of the history."""
-        entry = self._models.main
-        status = self._handover.add_to(await entry.session.status())
+        main = self._models.main
+        others = [entry for entry in self._models.entries if entry is not main]
+        found = [(entry, await self._models.status(entry)) for entry in (main, *others)]
+        status = self._handover.add_to(found[0][1])
         return status_body(
             replace(status, history=status.history.since(since)),
-            entry.session.model,
-            entry.names,
+            None if main.session is None else main.session.model,
+            [(entry.status(), each) for entry, each in found],
             self._process.measure(),
             version=__version__,
             ignored=self._ignored.counts,
@@ -109,18 +112,25 @@ class OperationRoutes:
         )
 
     async def metrics(self, request: Request) -> Response:
-        entry = self._models.main
-        status = self._handover.add_to(await entry.session.status())
-        text = render(status, entry.name, self._process.measure())
+        loaded = [entry for entry, _ in self._models.loaded()] or [self._models.main]
+        statuses = {entry.name: await self._models.status(entry) for entry in loaded}
+        first = loaded[0].name
+        statuses[first] = self._handover.add_to(statuses[first])
+        text = render(statuses, self._process.measure())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def loads(self, request: Request) -> Response:
         sections = read_sections(request.query_params)
-        status = await self._models.main.session.status()
+        status = await self._models.status(self._entry(request))
         return JSONResponse(loads_body(status, sections, version=__version__, now=time.time()))
 
     async def cache(self, request: Request) -> Response:
-        return JSONResponse(cache_body((await self._models.main.session.status()).cache))
+        return JSONResponse(cache_body((await self._models.status(self._entry(request))).cache))
+
+    def _entry(self, request: Request) -> ModelEntry:
+        """The model that a question is about. Raises ModelNotFound."""
+        name = request.query_params.get("model")
+        return self._models.main if name is None else self._models.resolve(name).entry
 
     async def clear_cache(self, request: Request) -> Response:
         return JSONResponse({"object": "cache.cleared", "freed_bytes": await self._models.clear_cache()})
@@ -131,7 +141,8 @@ class OperationRoutes:
         Raises NotFound unless something was ended.
         """
         id = request.path_params["id"]
-        work = self._live.work_of(id)
+        # A request that waits for its model has no work yet.
+        work = (*self._live.work_of(id), self._live.request_of(id))
         ended = await asyncio.gather(*(self._models.abort(each) for each in work))
         cancelled = [each for each, was_running in zip(work, ended, strict=True) if was_running]
         cancelled += self._handover.cancel((id, *work))

@@ -168,6 +168,7 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second. Returns whether the server ends."""
+        self._models.tick()
         if not self.should_exit and (reason := self._models.health()) is not None:
             self.engine_error, self.should_exit = reason, True
         return await super().on_tick(counter)

@@ -118,6 +118,10 @@ class HelperGate:
         task.add_done_callback(self._started.discard)
         return True
 
+    def close(self) -> None:
+        """No call may be in progress or come later."""
+        self._threads.shutdown(wait=False)
+
     @property
     def _is_full(self) -> bool:
         return self._num_waiting >= MAX_WAITING
@@ -137,6 +141,10 @@ class TextWork:
     def __init__(self) -> None:
         self._long = HelperGate(_NUM_LONG_PROMPTS, "long-prompt")
         self._longest = HelperGate(_NUM_LONGEST_PROMPTS, "longest-prompt")
+
+    def close(self) -> None:
+        self._long.close()
+        self._longest.close()
 
     async def run(
         self,

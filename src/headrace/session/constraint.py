@@ -44,6 +44,7 @@ class ChatConstraints:
         self._template = template
         self._factory = factory
         self._gate = HelperGate(NUM_PROCESSES, "grammar", "too many schemas and grammars wait to be compiled")
+        self.close = self._gate.close
         self._lock = threading.Lock()
         self.num_schema_violations = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -20,7 +21,8 @@ from headrace.session.settings import check_prompt_ids, naming, refuse_oversized
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatRequest
 from headrace.types.events import TokenOutput
-from headrace.types.model import ModelDescription, ModelTraits
+from headrace.types.memory import ModelMemory
+from headrace.types.model import ModelDescription, ModelOutline, ModelTraits
 from headrace.types.pooling import (
     EmbeddingRequest,
     PoolingOptions,
@@ -85,6 +87,28 @@ class EmbeddingSession:
     @property
     def traits(self) -> ModelTraits:
         return ModelTraits(self.model.max_model_len)
+
+    @property
+    def outline(self) -> ModelOutline:
+        able = ("embedding", "rerank") if self.pooling.task is PoolingTask.EMBED else ("rerank",)
+        return ModelOutline(self.model.max_model_len, able)
+
+    @property
+    def memory(self) -> ModelMemory:
+        return self._engine.memory
+
+    async def set_budget(self, num_bytes: int) -> int:
+        """See Session."""
+        return await self._engine.set_budget(num_bytes)
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """See Session."""
+        return self._engine.stop(timeout_s)
+
+    async def close(self) -> None:
+        """See Session."""
+        await asyncio.to_thread(self._engine.stop)
+        self._text_work.close()
 
     def start_processes(self) -> None:
         """There are none."""

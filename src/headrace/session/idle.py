@@ -78,6 +78,10 @@ class IdleTurns:
         if self._num_busy == 0 and self._waiting:
             self._work = asyncio.create_task(self._prepare_all())
 
+    async def close(self) -> None:
+        self._waiting.clear()
+        await self._give_up()
+
     async def _give_up(self) -> None:
         work, self._work = self._work, None
         if work is not None and not work.done():

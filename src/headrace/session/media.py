@@ -219,6 +219,9 @@ class MediaReader:
         self._kept.put(key, prepared, sum(item.num_bytes for item in prepared))
         return prepared
 
+    def close(self) -> None:
+        self._gate.close()
+
     def start_process(self) -> None:
         self._decoder.start_process()
 

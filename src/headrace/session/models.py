@@ -1,39 +1,48 @@
-"""The served models: which one a request means, and loading and unloading them."""
+"""The served models: which one a request means, loading and unloading them, and dividing the memory among them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from headrace.errors import InvalidRequest, ModelNotFound
-from headrace.session.embeddings import AnySession, EmbeddingSession
-from headrace.types.model import ModelTraits
-from headrace.types.status import WarmUpStatus
+from headrace.engine.engine import is_device_lost, release_memory
+from headrace.errors import (
+    ConfigError,
+    EngineDead,
+    HeadraceError,
+    InvalidRequest,
+    ModelNotFound,
+    ModelUnavailable,
+    RequestCancelled,
+)
+from headrace.session.embeddings import AnySession
+from headrace.session.memory_division import divide, needed_room, room_beside
+from headrace.session.model_entry import ModelEntry, ModelSource, in_daemon
+from headrace.types.memory import MemoryShare
+from headrace.types.status import (
+    IDLE_STATUS,
+    EngineStatus,
+    ModelState,
+    Phase,
+    RequestStatus,
+    WaitReason,
+    WarmUpStatus,
+)
 
+log = logging.getLogger("headrace.session")
 
-class ModelEntry:
-    """A served model. names: under which clients ask for it, the main one first. source: another such name."""
+PATIENCE_S = 10.0
+"""A model waits this long for others to be idle. After that new requests for the least recently used of them wait, so
+that it becomes idle once its current ones are over."""
 
-    def __init__(self, names: Sequence[str], source: str, session: AnySession) -> None:
-        self.names = tuple(names)
-        self.source = source
-        self.session = session
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names under which the model answers with an adapter."""
-        return () if isinstance(self.session, EmbeddingSession) else self.session.adapters.names
-
-    @property
-    def traits(self) -> ModelTraits | None:
-        """None while it is not loaded."""
-        return self.session.traits
+RETRY_S = 5.0
+"""A failed model is tried again by requests after this time; before, they get its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +54,65 @@ class Target:
     adapter: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request that waits for its model. since: in monotonic seconds. cancelled: settled by `abort`."""
+
+    entry: ModelEntry
+    since: float
+    cancelled: asyncio.Future[None]
+
+
 class Models:
     """All served models. Belongs to one event loop.
 
+    total_bytes: for the weights, states and caches of all; None for a single model, which has the device to itself.
     takes_any_name: an unknown name, or none, means the first model. needs_name: a request without a name is refused
     even if there is one model only.
     """
 
     def __init__(
-        self, entries: Sequence[ModelEntry], *, takes_any_name: bool = False, needs_name: bool = False
+        self,
+        entries: Sequence[ModelEntry],
+        total_bytes: int | None = None,
+        *,
+        takes_any_name: bool = False,
+        needs_name: bool = False,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.entries = tuple(entries)
+        self._total_bytes = total_bytes
         self._takes_any_name = takes_any_name
         self._needs_name = needs_name
+        self._patience_s = patience_s
+        self._turn = asyncio.Lock()
+        """Of whoever loads, unloads or divides."""
+        self._changed = asyncio.Event()
+        """A model may have become idle."""
+        self._loads: dict[ModelEntry, asyncio.Task[None]] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._is_device_lost = False
 
     @classmethod
     def of(cls, session: AnySession, names: Sequence[str] = (), *, takes_any_name: bool = False) -> Models:
         """One model that is loaded already. names: empty for the model's own."""
-        entry = ModelEntry(names or (session.model.name,), session.model.name, session)
+        source = ModelSource(session.model.name, lambda: 0, lambda share: session, lambda: session.outline)
+        entry = ModelEntry(names or (session.model.name,), source, is_kept=True)
+        entry.session, entry.state = session, ModelState.LOADED
         return cls((entry,), takes_any_name=takes_any_name)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for entry in self.entries for name in (*entry.names, *entry.adapters))
+
+    @property
+    def main(self) -> ModelEntry:
+        """The one whose figures stand for the server where there is room for one: the first, or the first loaded."""
+        return next((entry for entry in self.entries if entry.session is not None), self.entries[0])
+
+    def loaded(self) -> tuple[tuple[ModelEntry, AnySession], ...]:
+        return tuple((entry, entry.session) for entry in self.entries if entry.session is not None)
 
     def resolve(self, name: str | None) -> Target:
         """The model of this name. Raises ModelNotFound, and InvalidRequest without a name."""
@@ -76,7 +121,8 @@ class Models:
                 return Target(entry, str(name))
             if name in entry.adapters:
                 return Target(entry, str(name), name)
-            if name == entry.source:
+        for entry in self.entries:
+            if name == entry.source.word:
                 return Target(entry, entry.name)
         if self._takes_any_name or (name is None and len(self.entries) == 1 and not self._needs_name):
             return Target(self.entries[0], self.entries[0].name)
@@ -88,24 +134,257 @@ class Models:
     async def use(self, entry: ModelEntry, request_id: str) -> AsyncGenerator[AnySession, None]:
         """The entry's session, which stays loaded inside the block; loads it first if need be.
 
-        request_id: of the request, under which `abort` ends the wait for loading.
+        request_id: under which `abort` ends the wait for loading. Raises ModelUnavailable and RequestCancelled.
         """
-        yield entry.session
+        entry.num_users += 1
+        try:
+            while (session := entry.session) is None or entry.gives_way:
+                await self._wait_for(entry, request_id)
+            yield session
+        finally:
+            entry.num_users -= 1
+            entry.last_used = time.monotonic()
+            self._changed.set()
 
-    def loaded(self) -> tuple[tuple[ModelEntry, AnySession], ...]:
-        return tuple((entry, entry.session) for entry in self.entries)
+    async def _wait_for(self, entry: ModelEntry, request_id: str) -> None:
+        if entry.state is ModelState.FAILED and time.monotonic() - entry.failed_at < RETRY_S:
+            raise ModelUnavailable(f"{entry.name} can't be loaded: {entry.reason}", param="model")
+        waiting = _Waiting(entry, time.monotonic(), asyncio.get_running_loop().create_future())
+        self._waiting[request_id] = waiting
+        try:
+            load = self._begin_load(entry)
+            await asyncio.wait({load, waiting.cancelled}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.cancelled.done():
+                raise RequestCancelled(f"request {request_id} was cancelled")
+            load.result()
+        finally:
+            del self._waiting[request_id]
+
+    def _begin_load(self, entry: ModelEntry) -> asyncio.Task[None]:
+        if entry not in self._loads:
+            task = asyncio.create_task(self._load(entry))
+            self._loads[entry] = task
+            task.add_done_callback(lambda _: self._loads.pop(entry, None))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no waiter
+        return self._loads[entry]
+
+    async def load(self, entry: ModelEntry) -> None:
+        """Load a model now, whatever failed before. Raises ModelUnavailable."""
+        entry.failed_at = 0.0
+        async with self.use(entry, f"load {entry.name} {time.monotonic()}"):
+            pass
+
+    async def unload(self, entry: ModelEntry) -> None:
+        """Unload a model. Raises InvalidRequest while it serves requests."""
+        async with self._turn:
+            if entry.num_users:
+                message = f"{entry.name} serves {entry.num_users} requests: it can be unloaded once they are over"
+                raise InvalidRequest(message, param="model")
+            await self._close(entry)
+            await self._divide()
+
+    async def _load(self, entry: ModelEntry) -> None:
+        """Raises ModelUnavailable."""
+        if entry.session is None:
+            entry.state = ModelState.LOADING
+        try:
+            expected_bytes = await in_daemon(entry.source.fetch)
+            async with self._turn:
+                if entry.session is None:
+                    await self._load_beside(entry, expected_bytes)
+                await self._divide()
+        except HeadraceError as error:
+            self._fail(entry, error.message)
+            if len(self.entries) > 1:
+                log.warning("%s can't be loaded: %s", entry.name, error.message)
+            raise ModelUnavailable(f"{entry.name} can't be loaded: {error.message}", param="model") from error
+        finally:
+            entry.loading_since = None
+
+    async def _load_beside(self, entry: ModelEntry, expected_bytes: int) -> None:
+        """Unload others, least recently used first, until this one can be loaded."""
+        while True:
+            share = await self._make_room(entry, expected_bytes)
+            entry.begin_loading(expected_bytes)
+            try:
+                entry.session = await in_daemon(partial(entry.source.load, share))
+            except ConfigError:
+                # It takes more than its files tell.
+                if not (victims := self._idle(entry)):
+                    raise
+                await self._close(victims[0])
+            else:
+                entry.state, entry.reason = ModelState.LOADED, None
+                entry.session.start_processes()
+                log.info("%s is loaded", entry.name)
+                return
+
+    async def _make_room(self, entry: ModelEntry, expected_bytes: int) -> MemoryShare | None:
+        if self._total_bytes is None:
+            return None
+        needed = needed_room(self._total_bytes, expected_bytes)
+        until = time.monotonic() + self._patience_s
+        while True:
+            self._changed.clear()
+            others = [other for other, _ in self.loaded()]
+            memories = [session.memory for _, session in self.loaded()]
+            if room_beside(self._total_bytes, memories) >= needed:
+                budgets = divide(self._total_bytes, memories, expected_bytes)
+                await self._set_budgets(others, budgets)
+                used = sum(memory.weights_bytes for memory in memories)
+                left = self._total_bytes - used - sum(other.budget_bytes for other in others)
+                if left >= needed:
+                    return MemoryShare(left, self._total_bytes, used)
+            elif all(other.is_kept for other in others):
+                raise ModelUnavailable(
+                    f"it needs about {needed / 1e9:.1f} GB, and beside the models that are kept loaded there are "
+                    f"{room_beside(self._total_bytes, memories) / 1e9:.1f} GB"
+                )
+            elif idle := self._idle(entry):
+                await self._close(idle[0])
+                continue
+            if time.monotonic() >= until:
+                self._ask_to_give_way(others)
+            await self._until_changed()
+
+    def _idle(self, besides: ModelEntry) -> list[ModelEntry]:
+        """Loaded models that may be unloaded, the least recently used first."""
+        found = [each for each, _ in self.loaded() if not (each.is_kept or self._serves(each) or each is besides)]
+        return sorted(found, key=lambda each: each.last_used or 0.0)
+
+    def _serves(self, entry: ModelEntry) -> bool:
+        # Requests that have waited for a loaded model are about to use it, unless it gives way.
+        waiting = sum(each.entry is entry for each in self._waiting.values()) if entry.gives_way else 0
+        return entry.num_users > waiting
+
+    def _ask_to_give_way(self, others: Sequence[ModelEntry]) -> None:
+        busy = [each for each in others if not each.is_kept]
+        if busy and not any(each.gives_way for each in busy):
+            entry = min(busy, key=lambda each: each.last_used or 0.0)
+            log.info("%s serves what it has begun; then it gives way to another model", entry.name)
+            entry.gives_way = True
+
+    async def _until_changed(self) -> None:
+        try:
+            async with asyncio.timeout(0.25):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def _close(self, entry: ModelEntry) -> None:
+        session, entry.session = entry.session, None
+        if session is None:
+            return
+        entry.state, entry.gives_way, entry.budget_bytes = ModelState.SLEEPING, False, 0
+        _ = entry.outline
+        await session.close()
+        del session
+        await asyncio.to_thread(release_memory)
+        log.info("%s is unloaded", entry.name)
+
+    async def _divide(self) -> None:
+        if self._total_bytes is None:
+            return
+        loaded = [entry for entry, _ in self.loaded()]
+        await self._set_budgets(loaded, divide(self._total_bytes, [session.memory for _, session in self.loaded()]))
+
+    async def _set_budgets(self, entries: Sequence[ModelEntry], budgets: Sequence[int]) -> None:
+        """Smaller ones first: what their requests keep is not there for the others."""
+        assert self._total_bytes is not None
+        wanted = sorted(zip(budgets, entries, strict=True), key=lambda each: each[0] - each[1].budget_bytes)
+        free = self._total_bytes - sum(session.memory.weights_bytes for _, session in self.loaded())
+        for place, (budget, entry) in enumerate(wanted):
+            if entry.session is None:
+                continue
+            later = sum(least.session.memory.least_bytes for _, least in wanted[place + 1 :] if least.session)
+            try:
+                entry.budget_bytes = await entry.session.set_budget(min(budget, max(0, free - later)))
+            except EngineDead:
+                continue
+            free -= entry.budget_bytes
+
+    def _fail(self, entry: ModelEntry, reason: str) -> None:
+        entry.state, entry.reason, entry.failed_at = ModelState.FAILED, reason, time.monotonic()
+
+    def tick(self) -> None:
+        """To be called several times a second: unloads what is idle for long, and what died."""
+        for entry, session in self.loaded():
+            if len(self.entries) > 1 and (reason := session.health()) is not None and entry.state is ModelState.LOADED:
+                self._fail(entry, f"its engine died: {reason}")
+                self._in_background(self._bury(entry))
+            elif self._is_idle_for_long(entry) and entry.state is ModelState.LOADED:
+                self._in_background(self._unload_if_idle(entry))
+
+    def _is_idle_for_long(self, entry: ModelEntry) -> bool:
+        if entry.idle_unload_s is None or entry.is_kept or entry.num_users:
+            return False
+        return time.monotonic() - (entry.last_used or 0.0) >= entry.idle_unload_s
+
+    async def _unload_if_idle(self, entry: ModelEntry) -> None:
+        async with self._turn:
+            if self._is_idle_for_long(entry):
+                await self._close(entry)
+                await self._divide()
+
+    async def _bury(self, entry: ModelEntry) -> None:
+        reason = entry.reason
+        async with self._turn:
+            self._is_device_lost = await asyncio.to_thread(is_device_lost)
+            await self._close(entry)
+            self._fail(entry, str(reason))
+            await self._divide()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def start(self, entry: ModelEntry) -> None:
+        """Load a model before the server listens, unless it has no room beside others. Raises ModelUnavailable."""
+        expected_bytes = await in_daemon(entry.source.fetch)
+        if self._total_bytes is not None and not entry.is_kept:
+            memories = [session.memory for _, session in self.loaded()]
+            if room_beside(self._total_bytes, memories) < needed_room(self._total_bytes, expected_bytes):
+                log.warning("%s sleeps: there is no memory for it beside the others", entry.name)
+                return
+        await self.load(entry)
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End all engines, without an event loop. False if one has not ended in time."""
+        until = time.monotonic() + (timeout_s or 0.0)
+        ended = True
+        for _, session in self.loaded():
+            ended &= session.stop(None if timeout_s is None else max(0.0, until - time.monotonic()))
+        return ended
 
     def health(self) -> str | None:
-        """None, or why no request can be served."""
-        return self.entries[0].session.health()
-
-    @property
-    def main(self) -> ModelEntry:
-        """The one whose figures stand for the server where there is room for one."""
-        return self.entries[0]
+        """None, or why no request can be served: the only model's engine died, or the device is lost."""
+        if self._is_device_lost:
+            return "the device is lost"
+        if len(self.entries) > 1:
+            return None
+        session = self.entries[0].session
+        return None if session is None else session.health()
 
     def warm_up_status(self) -> WarmUpStatus:
-        return self.main.session.warm_up_status()
+        """Of the first model that is not warm yet."""
+        found = [session.warm_up_status() for _, session in self.loaded()]
+        return next((each for each in found if not each.is_over), found[0] if found else WarmUpStatus())
+
+    async def status(self, entry: ModelEntry) -> EngineStatus:
+        """With the requests that wait for the model. Raises EngineDead."""
+        status = IDLE_STATUS if entry.session is None else await entry.session.status()
+        waiting = self.waiting(entry)
+        return replace(status, num_waiting=status.num_waiting + len(waiting), requests=(*status.requests, *waiting))
+
+    def waiting(self, entry: ModelEntry) -> tuple[RequestStatus, ...]:
+        """The requests that wait for a model to be loaded."""
+        now = time.monotonic()
+        return tuple(
+            RequestStatus(request_id, Phase.QUEUED, 0, 0, 0, 0, 0.0, now - each.since, "", 0, WaitReason.MODEL)
+            for request_id, each in self._waiting.items()
+            if each.entry is entry
+        )
 
     async def clear_cache(self) -> int:
         """Drop what is not in use of all prefix caches. Returns the bytes freed."""
@@ -113,5 +392,9 @@ class Models:
 
     async def abort(self, request_id: str) -> bool:
         """End a request by its id in whichever model works on it. Returns False if none does."""
+        if (waiting := self._waiting.get(request_id)) is not None:
+            if not waiting.cancelled.done():
+                waiting.cancelled.set_result(None)
+            return True
         ended = await asyncio.gather(*(session.abort(request_id) for _, session in self.loaded()))
         return any(ended)

@@ -9,6 +9,7 @@ The engine sees token ids only and the APIs see events only; everything between 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, nullcontext
@@ -47,7 +48,8 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from headrace.types.events import Event, Finished, Forecast, Progress, Started, TokenOutput
 from headrace.types.media import MediaLimits, MediaPolicy
-from headrace.types.model import ModelDescription, ModelTraits
+from headrace.types.memory import ModelMemory
+from headrace.types.model import ModelDescription, ModelOutline, ModelTraits
 from headrace.types.status import EngineStatus, WarmUpStatus
 
 log = logging.getLogger("headrace.session")
@@ -141,6 +143,18 @@ class Session:
         return self._template.exists
 
     @property
+    def outline(self) -> ModelOutline:
+        able = {
+            "chat": self.takes_chats,
+            "completion": True,
+            "tools": self.takes_tools,
+            "thinking": self.traits.thinks,
+        }
+        sees = self._media is not None
+        inputs = {"text": True, "image": sees, "video": sees}
+        return ModelOutline(self.model.max_model_len, _names_of(able), _names_of(inputs))
+
+    @property
     def chat_template(self) -> str | None:
         return self._tokenizer.chat_template
 
@@ -167,8 +181,30 @@ class Session:
         if self._media is not None:
             self._media.start_process()
 
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Ends the engine's thread, as Engine.stop."""
+        return self._engine.stop(timeout_s)
+
+    async def close(self) -> None:
+        """Ends the engine's thread and everything else of it. No request may follow."""
+        if self._idle is not None:
+            await self._idle.close()
+        await asyncio.to_thread(self._engine.stop)
+        self._text_work.close()
+        self._constraints.close()
+        if self._media is not None:
+            self._media.close()
+
     def health(self) -> str | None:
         return self._engine.health()
+
+    @property
+    def memory(self) -> ModelMemory:
+        return self._engine.memory
+
+    async def set_budget(self, num_bytes: int) -> int:
+        """Change the bytes for states and caches, as far as requests in progress allow. Returns those from now on."""
+        return await self._engine.set_budget(num_bytes)
 
     def warm_up_status(self) -> WarmUpStatus:
         return self._engine.warm_up_status()
@@ -313,3 +349,7 @@ class Session:
         self._generations.check(request)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         return await self._text_work.run(texts, self._completions.make, request)
+
+
+def _names_of(flags: Mapping[str, bool]) -> tuple[str, ...]:
+    return tuple(name for name, is_set in flags.items() if is_set)

@@ -73,6 +73,18 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """What clients ask of a model before they use it. Before it is loaded, as far as its small files tell.
+
+    max_model_len: None if unknown. abilities: such as "chat", "tools", "thinking". inputs: such as "text", "image".
+    """
+
+    max_model_len: int | None = None
+    abilities: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ("text",)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelTraits:
     """What reading a request's body depends on.
 

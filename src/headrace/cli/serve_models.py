@@ -1,0 +1,130 @@
+"""The models of a plan: how each is loaded, and which are loaded before the server listens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from headrace.cli.configured import configured_session, configured_text_pipeline, without_missing_vision
+from headrace.cli.progress import loading_text, preparing_text
+from headrace.cli.progress_line import Waiting
+from headrace.cli.serve_plan import PlannedModel, ServePlan
+from headrace.config import Config
+from headrace.config_loading import with_suggestion
+from headrace.engine.engine import Engine, device_memory
+from headrace.engine.prepare import held_weights_bytes, local_files, model_name
+from headrace.engine.turns import DeviceTurns
+from headrace.errors import ConfigError, HeadraceError, ModelError
+from headrace.session.embeddings import AnySession
+from headrace.session.model_entry import ModelEntry, ModelSource
+from headrace.session.models import Models
+from headrace.session.text_pipeline import load_text_pipeline
+from headrace.types.memory import MemoryShare
+from headrace.types.model import ModelOutline
+from headrace.types.pooling import PoolingTask
+
+log = logging.getLogger(__name__)
+
+
+def served_models(plan: ServePlan) -> Models:
+    """Nothing is loaded yet. Raises ConfigError for names that are not unique, and for unknown ones of --keep."""
+    turns = DeviceTurns()
+    entries = [_entry(planned, turns) for planned in plan.models]
+    _check(entries, plan.config.server.keep)
+    total = None
+    if len(entries) > 1:
+        kinds = {planned.config.models.numerics for planned in plan.models}
+        if len(kinds) > 1:
+            raise ConfigError("--numerics holds for the whole process: it must be the same for all models")
+        total = device_memory(plan.config.engine.gpu_memory_utilization)
+    return Models(entries, total, takes_any_name=plan.takes_any_name, needs_name=plan.needs_name)
+
+
+def _entry(planned: PlannedModel, turns: DeviceTurns) -> ModelEntry:
+    config = planned.config
+    source = ModelSource(
+        word=config.model,
+        fetch=partial(held_weights_bytes, config),
+        load=partial(load_session, config, turns),
+        outline=partial(_outline, config),
+        adapters=tuple(each.partition("=")[0] for each in config.models.adapter),
+    )
+    names = planned.names or (model_name(config.model),)
+    return ModelEntry(names, source, is_kept=planned.is_kept, idle_unload_s=config.models.idle_unload)
+
+
+def _check(entries: Sequence[ModelEntry], keep: Sequence[str]) -> None:
+    known = dict[str, ModelEntry]()
+    for entry in entries:
+        for name in entry.names:
+            if name in known:
+                raise ConfigError(f"two models have the name {name}: {known[name].source.word} and {entry.source.word}")
+            known[name] = entry
+    words = {entry.source.word: entry for entry in entries}
+    for name in keep:
+        found = known.get(name) or words.get(name)
+        if found is None:
+            raise ConfigError(with_suggestion(f"--keep {name}: there is no such model", name, known))
+        found.is_kept = True
+
+
+def load_first(models: Models, plan: ServePlan) -> None:
+    """Load the models that are kept, and those of the command line as far as memory allows.
+
+    Raises ModelError and ConfigError if the only model can't be loaded, or none of those.
+    """
+    wanted = [entry for entry, each in zip(models.entries, plan.models, strict=True) if each.starts or entry.is_kept]
+    errors = []
+    for entry in sorted(wanted, key=lambda each: not each.is_kept):
+        config = plan.models[models.entries.index(entry)].config
+        print(f"loading {config.model}", flush=True)  # a large one takes long, and a download longer
+        try:
+            with Waiting(preparing_text(config)):
+                entry.source.fetch()
+            with Waiting(loading_text(config)):
+                asyncio.run(models.start(entry))
+        except HeadraceError as error:
+            if len(models.entries) == 1:
+                raise error.__cause__ if isinstance(error.__cause__, HeadraceError) else error from None
+            log.error("%s is not loaded: %s", entry.name, error.message)
+            errors.append(error)
+    if wanted and len(errors) == len(models.entries):
+        raise ModelError(f"no model can be loaded; the last one: {errors[-1].message}")
+
+
+def load_session(config: Config, turns: DeviceTurns, share: MemoryShare | None) -> AnySession:
+    """Load a model. Raises ModelError and ConfigError."""
+    config = without_missing_vision(config)
+    text = configured_text_pipeline(config)
+    engine = Engine.launch(config, None if text is None else text.constraints, turns=turns, share=share)
+    try:
+        return configured_session(config, engine, text)
+    except BaseException:
+        engine.stop()
+        raise
+
+
+def _outline(config: Config) -> ModelOutline:
+    """What a model's files tell; nothing of one that is not on this machine."""
+    try:
+        if (files := local_files(config)) is None:
+            return ModelOutline()
+        if files.recipe is not None:
+            is_ranker = files.recipe.traits.task is PoolingTask.SCORE
+            return ModelOutline(files.context_length, ("rerank",) if is_ranker else ("embedding", "rerank"))
+        text = load_text_pipeline(files.directory, files.model_type, tool_format=config.models.tool_format)
+    except HeadraceError:
+        return ModelOutline()
+    has_chats = text.template.exists
+    able = {
+        "chat": has_chats,
+        "completion": True,
+        "tools": has_chats and text.family.tool_format is not None,
+        "thinking": text.family.think_close is not None,
+    }
+    lengths = [each for each in (config.engine.max_model_len, files.context_length) if each is not None]
+    sees = config.models.vision != "off" and bool(files.config.get("vision_config"))
+    inputs = ("text", "image", "video") if sees else ("text",)
+    return ModelOutline(min(lengths, default=None), tuple(name for name, is_able in able.items() if is_able), inputs)

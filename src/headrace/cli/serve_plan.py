@@ -1,0 +1,182 @@
+"""Which models `headrace serve` serves, each with its options: from words, a folder and a TOML file.
+
+A flag of the command line wins over the file, there a model's own value over one at the top, and the file over the
+environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config import DEFAULT_MODEL, SECTIONS, Config, served_knobs
+from headrace.config_loading import Layer, build_config, environment_for, parse_served, with_suggestion
+from headrace.errors import ConfigError
+from headrace.knobs import ENVIRONMENT_PREFIX, knobs_of
+
+log = logging.getLogger(__name__)
+
+_PER_MODEL = {
+    *(knob.name for section in ("models", "engine", "media", "defaults") for knob in knobs_of(SECTIONS[section])),
+    "served_model_name",
+}
+_OF_FILE = {knob.name for knob in served_knobs()} - {"models_file"}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """names: empty for the model's own. is_kept: as `--keep` says. starts: loaded at the start, if it fits then."""
+
+    names: tuple[str, ...]
+    config: Config
+    is_kept: bool
+    starts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """config: of the server, with what holds for all models. models: in the order in which they are listed."""
+
+    config: Config
+    models: tuple[PlannedModel, ...]
+
+    @property
+    def takes_any_name(self) -> bool:
+        server = self.config.server
+        return server.any_model_name or server.strict_model_name is False
+
+    @property
+    def needs_name(self) -> bool:
+        return bool(self.config.server.strict_model_name)
+
+
+def read_plan(words: Sequence[str], environ: Mapping[str, str] | None = None) -> ServePlan:
+    """Raises ConfigError that names the flag, the variable, or the file, model and key."""
+    environ = environment_for({}) if environ is None else environ
+    named, given = parse_served(words, program="headrace serve", about="Serve models over HTTP.")
+    flags = Layer(given)
+    path = given.get("models_file") or environ.get(f"{ENVIRONMENT_PREFIX}MODELS_FILE")
+    top, tables = _read_file(Path(path).expanduser()) if path else (Layer({}), {})
+    config = build_config(DEFAULT_MODEL, (flags, top), environ)
+    _check_names(config)
+    planned: dict[str, PlannedModel] = {}
+    for name, table in tables.items():
+        own = build_config(_word(path, table, name), (_for_models(flags), _knobs_of(table), _for_models(top)), environ)
+        is_kept = table.values.get("keep", False)
+        names = own.server.served_model_name if "served_model_name" in table.values else (name,)
+        planned[name] = PlannedModel(names, own, is_kept, starts=is_kept or name in named)
+    common = build_config(DEFAULT_MODEL, (_for_models(flags), _for_models(top)), environ)
+    for folder in _folders(config.server.models_dir):
+        planned.setdefault(folder.name, _plain(common, str(folder), (folder.name,), starts=folder.name in named))
+    if not named and not planned:
+        named = (environ.get(f"{ENVIRONMENT_PREFIX}MODEL") or DEFAULT_MODEL,)
+    words_first = {word: _plain(common, word, (), starts=True) for word in named if word not in planned}
+    found = {**words_first, **planned}
+    if len(found) > 1 and config.server.served_model_name:
+        raise ConfigError(
+            "--served-model-name names the only model, but there are several: set served-model-name for each in "
+            "--models-file"
+        )
+    if len(found) == 1:
+        found = {word: _only(each, config) for word, each in found.items()}
+    return ServePlan(config, tuple(found.values()))
+
+
+def _plain(common: Config, word: str, names: tuple[str, ...], *, starts: bool) -> PlannedModel:
+    return PlannedModel(names, _with_model(common, word), is_kept=False, starts=starts)
+
+
+def _only(model: PlannedModel, config: Config) -> PlannedModel:
+    names = config.server.served_model_name or model.names
+    return PlannedModel(names, model.config, model.is_kept, starts=True)
+
+
+def _with_model(config: Config, word: str) -> Config:
+    return Config(word, config.models, config.engine, config.server, config.media, config.defaults)
+
+
+def _for_models(layer: Layer) -> Layer:
+    """Without what names one model."""
+    values = {name: value for name, value in layer.values.items() if name != "served_model_name"}
+    return Layer(values, layer.where)
+
+
+def _knobs_of(table: Layer) -> Layer:
+    """Without the keys that are no flags."""
+    return Layer({name: value for name, value in table.values.items() if name not in ("model", "keep")}, table.where)
+
+
+def _check_names(config: Config) -> None:
+    server = config.server
+    if server.strict_model_name is None:
+        return
+    if server.strict_model_name and server.any_model_name:
+        raise ConfigError("--strict-model-name and --any-model-name contradict each other")
+    instead = "it is the default now" if server.strict_model_name else "use --any-model-name"
+    log.warning("--strict-model-name goes away in the next version: %s", instead)
+
+
+def _word(path: str | None, table: Layer, name: str) -> str:
+    """The model of a table; a folder may be given from the file's own."""
+    word = str(table.values.get("model", name))
+    beside = Path(path or "").expanduser().parent / word
+    return str(beside) if beside.is_dir() and not Path(word).expanduser().is_dir() else word
+
+
+def _folders(models_dir: str | None) -> list[Path]:
+    if models_dir is None:
+        return []
+    folder = Path(models_dir).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"--models-dir: there is no folder {folder}")
+    found = sorted(each for each in folder.iterdir() if (each / "config.json").is_file())
+    if not found:
+        raise ConfigError(f"--models-dir: no subfolder of {folder} has a config.json")
+    return found
+
+
+def _read_file(path: Path) -> tuple[Layer, dict[str, Layer]]:
+    """The values at the top, and those of each model by its name."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--models-file {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--models-file {path} is not valid TOML: {error}") from error
+    tables = content.pop("models", {})
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{path}: models must be tables, one for each model: [models.NAME]")
+    top = Layer(_keys(content, _OF_FILE, f"{path}: "), f"{path}: ")
+    return top, {name: _table(path, name, table) for name, table in tables.items()}
+
+
+def _table(path: Path, name: str, table: Any) -> Layer:
+    where = f"{path}, model {name}: "
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}it must be a table: [models.{name}]")
+    values = _keys(table, {*_PER_MODEL, "model", "keep"}, where)
+    if not isinstance(values.get("model", ""), str) or values.get("model") == "":
+        raise ConfigError(f"{where}model must be a folder or a Hugging Face id")
+    if not isinstance(values.get("keep", False), bool):
+        raise ConfigError(f"{where}keep must be true or false")
+    return Layer(values, where)
+
+
+def _keys(table: Mapping[str, Any], known: set[str], where: str) -> dict[str, Any]:
+    values = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name in known:
+            values[name] = value
+        elif name in _OF_FILE:
+            raise ConfigError(f"{where}{key} concerns the server, not one model: it belongs at the top of the file")
+        elif isinstance(value, dict):
+            raise ConfigError(f"{where}unknown table {key}; a model's name with dots or slashes needs quotes")
+        else:
+            dashed = [each.replace("_", "-") for each in known]
+            raise ConfigError(with_suggestion(f"{where}unknown key {key}", key.replace("_", "-"), dashed))
+    return values

@@ -1,0 +1,141 @@
+"""One served model: how it is loaded, and what is known of it while it is not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from headrace.engine.engine import memory_in_use
+from headrace.session.embeddings import AnySession, EmbeddingSession
+from headrace.types.memory import MemoryShare
+from headrace.types.model import ModelOutline, ModelTraits
+from headrace.types.status import ModelState, ModelStatus
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from. Its functions may be called in any thread, and block.
+
+    word: as on the command line. fetch: has its files on this machine, and returns the bytes that its weights will
+    take in memory. load: returns its session. outline: what its small files tell, without network and weights.
+    adapters: names of those that it is loaded with. The functions raise HeadraceError.
+    """
+
+    word: str
+    fetch: Callable[[], int]
+    load: Callable[[MemoryShare | None], AnySession]
+    outline: Callable[[], ModelOutline]
+    adapters: tuple[str, ...] = ()
+
+
+class ModelEntry:
+    """A served model.
+
+    names: under which clients ask for it, the main one first. is_kept: loaded at the start, and never unloaded for
+    another. idle_unload_s: unloaded after so many seconds without a request; None for never.
+    """
+
+    def __init__(
+        self, names: Sequence[str], source: ModelSource, *, is_kept: bool = False, idle_unload_s: float | None = None
+    ) -> None:
+        self.names = tuple(names)
+        self.source = source
+        self.is_kept = is_kept
+        self.idle_unload_s = idle_unload_s
+        self.session: AnySession | None = None
+        self.state = ModelState.SLEEPING
+        self.reason: str | None = None
+        """Why it failed."""
+        self.failed_at = 0.0
+        self.num_users = 0
+        self.last_used: float | None = None
+        self.gives_way = False
+        """New requests wait until another model has been loaded."""
+        self.budget_bytes = 0
+        self.loading_since: float | None = None
+        self._outline: ModelOutline | None = None
+        self._bytes_before = self._expected_bytes = 0
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names under which the model answers with an adapter."""
+        if self.session is None:
+            return self.source.adapters
+        return () if isinstance(self.session, EmbeddingSession) else self.session.adapters.names
+
+    @property
+    def traits(self) -> ModelTraits | None:
+        """None while it can't be used at once."""
+        return None if self.session is None or self.gives_way else self.session.traits
+
+    @property
+    def outline(self) -> ModelOutline:
+        if self.session is not None:
+            self._outline = self.session.outline
+        elif self._outline is None:
+            self._outline = self.source.outline()
+        return self._outline
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is loaded, and its engine has ended."""
+        return self.session is not None and self.session.health() is not None
+
+    def begin_loading(self, expected_bytes: int) -> None:
+        self._bytes_before, self._expected_bytes = memory_in_use(), expected_bytes
+        self.loading_since = time.monotonic()
+
+    def status(self) -> ModelStatus:
+        now = time.monotonic()
+        idle_s = None if self.num_users or self.last_used is None else now - self.last_used
+        progress = None
+        if self.loading_since is not None and self._expected_bytes:
+            progress = min(0.99, max(0.0, (memory_in_use() - self._bytes_before) / self._expected_bytes))
+        return ModelStatus(
+            names=self.names,
+            state=self.state,
+            is_kept=self.is_kept,
+            reason=self.reason,
+            weights_bytes=0 if self.session is None else self.session.memory.weights_bytes,
+            budget_bytes=self.budget_bytes,
+            num_requests=self.num_users,
+            idle_s=idle_s,
+            loading_s=None if self.loading_since is None else now - self.loading_since,
+            progress=progress,
+        )
+
+
+async def in_daemon(function: Callable[[], Result]) -> Result:
+    """The function's result, from a thread that no exit of the process waits for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]  # it is set unless there is an error
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except BaseException as error:  # handed to the waiting task
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="headrace-load", daemon=True).start()
+    return await done
