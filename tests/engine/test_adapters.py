@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import load_model
 from models import tiny
 from models.adapter_folders import write_mlx_lm
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, HeadraceError, ModelError, ModelNotFound
+from headrace.models.built_in import MINIATURE
 from headrace.types.request import GREEDY, GenerationRequest
 
 pytestmark = pytest.mark.anyio
@@ -268,3 +270,30 @@ def test_a_name_is_given_once(folders: dict[str, Path]) -> None:
     adapters = (f"a={folders['first']}", f"a={folders['second']}")
     with pytest.raises(ConfigError, match="the name a is given twice"):
         Engine.launch(Config(str(folders["model"]), ModelConfig(adapter=adapters, self_check=False)))
+
+
+async def test_drafts_change_no_answer(tmp_path: Path) -> None:
+    """By the bundled model's prediction head, which drafts without the adapter, and by what the text repeats."""
+    model, _ = load_model(MINIATURE)
+    folder = write_mlx_lm(model, tmp_path / "adapter", 1, size=0.08)
+    engine = Engine.launch(Config("miniature", ModelConfig(adapter=(f"a={folder}",), self_check=False)))
+    adapter = fingerprints(engine)["a"]
+    prompts = [tuple((17 * number + row) % 150 + 10 for number in range(12)) * 3 for row in range(2)]
+
+    async def ask(prompt: tuple[int, ...], adapter: str | None, limit: int | None) -> tuple[tuple[int, ...], int]:
+        salt = f"{adapter}{limit}"
+        request = GenerationRequest(
+            f"r{next(numbers)}", prompt, GREEDY, 20, adapter=adapter, cache_salt=salt, max_draft_tokens=limit
+        )
+        outputs = [output async for output in await engine.submit(request)]
+        num_accepted = sum(output.num_accepted for output in outputs)
+        return tuple(token_id for output in outputs for token_id in output.token_ids), num_accepted
+
+    asked = [(prompt, each) for prompt in prompts for each in (adapter, None)]
+    drafted = await asyncio.gather(*[ask(*each, None) for each in asked])
+    plain = await asyncio.gather(*[ask(*each, 0) for each in asked])
+    engine.stop()
+    assert [token_ids for token_ids, _ in drafted] == [token_ids for token_ids, _ in plain]
+    assert sum(number for _, number in drafted) > 0
+    assert sum(number for _, number in plain) == 0
+    assert drafted[0][0] != drafted[1][0]
