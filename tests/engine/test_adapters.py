@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -148,9 +148,10 @@ async def test_adapters_never_share_prompts_on_disk(family: str, folders: dict[s
 async def running(engine: Engine, adapter: str | None, max_tokens: int) -> AsyncGenerator[int, None]:
     """Output tokens one by one."""
     request = GenerationRequest(f"r{next(numbers)}", PROMPT, GREEDY, max_tokens, adapter=adapter)
-    async for output in await engine.submit(request):
-        for token_id in output.token_ids:
-            yield token_id
+    async with aclosing(await engine.submit(request)) as outputs:
+        async for output in outputs:
+            for token_id in output.token_ids:
+                yield token_id
 
 
 async def test_a_dropped_adapters_requests_finish(engine: Engine, family: str, folders: dict[str, Path]) -> None:
