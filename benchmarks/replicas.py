@@ -37,7 +37,7 @@ def serving(model: str, num_replicas: int) -> Iterator[str]:
         server = subprocess.Popen([sys.executable, *words], stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
         until = time.monotonic() + _PATIENCE_S
-        while b"is served at" not in log.read_bytes():
+        while b"is served at http" not in log.read_bytes():
             if server.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(log.read_text())
             time.sleep(0.5)

@@ -67,7 +67,7 @@ def running(log: Path, *command: str) -> Iterator[Server]:
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
     try:
         until = time.monotonic() + PATIENCE_S
-        while b"is served at" not in log.read_bytes():
+        while b"is served at http" not in log.read_bytes():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.2)

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from headrace.config import Config, ReplicasConfig
@@ -48,6 +49,8 @@ _SERVE_SETTINGS = {
     "RAY_SERVE_SESSION_ID_HEADER_KEY": ROUTE_HEADER,
     # Ray forgets a replica's load after 10 s without a new request, and streams take longer.
     "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "86400",
+    # Ray kills a proxy that takes three times this long to start; its 5 s are too few on a busy machine.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
 }
 """Environment of Ray Serve's processes, which has no other way to set these."""
 
@@ -74,7 +77,7 @@ def serve_replicas(config: Config, load: Callable[[Config], Loaded], port: int, 
         announce()
         ended.wait()
         serve.delete(APPLICATION)
-    except RuntimeError as error:
+    except (RuntimeError, RayError) as error:
         raise ConfigError(f"Ray Serve: {error}") from error
     finally:
         serve.shutdown()
