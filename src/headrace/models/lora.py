@@ -111,8 +111,9 @@ class LoraTable:
 
     def _part(self, number: int) -> LoraWeights:
         lo, hi = self._range(self.slots[number], self.slots[number])
-        gain = None if self._gains is None else self._gains[number + 1]
-        offset = None if self._offsets is None else self._offsets[number + 1]
+        part = self._parts[number]
+        gain = None if part.gain is None or self._gains is None else self._gains[number + 1]
+        offset = None if part.offset is None or self._offsets is None else self._offsets[number + 1]
         return LoraWeights(self._a[lo:hi], self._b[lo:hi], gain, offset)
 
     def _range(self, first: int, last: int) -> tuple[int, int]:
@@ -142,25 +143,27 @@ class LoraTable:
         used = [slot for slot in self.slots if slot in tokens.slots]
         if not used:
             return y
+        if tokens.slots == {used[0]}:
+            part = self._parts[self.slots.index(used[0])]
+            y = y if part.gain is None else y * part.gain
+            y = y if part.offset is None else y + part.offset
+            products, factors = multiply(part.a, part.b)
+            return mx.addmm(y, products, factors).astype(y.dtype)
         lo, hi = self._range(used[0], used[-1])
-        changed = self._scaled(tokens, y, used)
         products, factors = multiply(self._a[lo:hi], self._b[lo:hi])
-        if tokens.slots != {used[0]}:
-            columns = tuple(self._columns[lo:hi])
-            own = tokens.cached(columns, lambda slots: slots[:, None] == to_device(columns, mx.int32))
-            products = mx.where(own, products, mx.array(0, products.dtype))
-        return mx.addmm(changed, products, factors).astype(y.dtype)
+        columns = tuple(self._columns[lo:hi])
+        own = tokens.cached(columns, lambda slots: slots[:, None] == to_device(columns, mx.int32))
+        products = mx.where(own, products, mx.array(0, products.dtype))
+        return mx.addmm(self._scaled(tokens, y, used), products, factors).astype(y.dtype)
 
     def _scaled(self, tokens: LoraTokens, y: mx.array, used: Sequence[int]) -> mx.array:
-        if self._gains is None and self._offsets is None:
-            return y
-        number = self.slots.index(used[0]) + 1
-        for rows, operation in ((self._gains, mx.multiply), (self._offsets, mx.add)):
-            if rows is None:
-                continue
-            if tokens.slots == {used[0]}:
-                y = operation(y, rows[number])
-            else:
+        """y with the used adapters' gains and offsets, if one has any."""
+        parts = [self._parts[self.slots.index(slot)] for slot in used]
+        for rows, is_needed, operation in (
+            (self._gains, any(part.gain is not None for part in parts), mx.multiply),
+            (self._offsets, any(part.offset is not None for part in parts), mx.add),
+        ):
+            if is_needed and rows is not None:
                 indices = tokens.cached(("rows", self.slots), self._row_numbers)
                 y = operation(y, mx.take(rows, indices, axis=0))
         return y
