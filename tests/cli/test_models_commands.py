@@ -29,6 +29,7 @@ from headrace.models.hub import cache_of, local_copy
 GB = 1_000_000_000
 SMALL = Device("cpu", "Some CPU", 10_000_000, 8)
 PATIENCE_S = 60
+EMBEDDING = Path(__file__).parents[1] / "data" / "embedding" / "bert_dense"
 
 
 @pytest.fixture
@@ -139,6 +140,21 @@ def test_a_model_that_nothing_can_run_is_refused_by_its_type(hub: FakeHub, capsy
     assert main(["pull", "owner/unknown"]) == 2
     assert "mlx-lm has no model of type no_such_model" in capsys.readouterr().err
     assert "model.safetensors" not in hub.downloaded
+
+
+def test_an_embedding_model_is_pulled_with_the_files_of_its_modules(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.repositories["owner/bert"] = EMBEDDING
+    assert main(["pull", "owner/bert"]) == 0
+    folder = local_copy("owner/bert")
+    assert folder is not None
+    assert (folder / "2_Dense" / "model.safetensors").is_file()
+    assert (folder / "1_Pooling" / "config.json").is_file()
+    capsys.readouterr()
+    assert main(["list", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (rows["owner/bert"]["kind"], rows["owner/bert"]["state"]) == ("embedding", "complete")
 
 
 def test_what_is_here_anyway_is_not_fetched(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,8 @@ def _checked(name: str, given: argparse.Namespace) -> Repository | None:
         return found
     if not fitting.fits:
         raise ModelError(f"{name} does not fit this machine, so it is not fetched; --force does")
-    if not (has_text_model(preview.files) or runs_whole(preview.files)):
+    is_known = preview.files.is_encoder or has_text_model(preview.files) or runs_whole(preview.files)
+    if not is_known:
         kind = preview.files.config["model_type"]
         raise ModelError(f"{name} can't be served: mlx-lm has no model of type {kind}; --force fetches it")
     return found

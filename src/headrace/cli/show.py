@@ -98,7 +98,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{facts['name']}: {facts['kind']}, {facts['architecture'] or facts['model_type']} ({facts['model_type']})"
     yield f"family: {facts['family'] or 'unknown'}"
     parameters = facts["parameters"]
-    yield f"parameters: {'unknown, mlx-lm does not know this type' if parameters is None else _count(parameters)}"
+    yield f"parameters: {'not known before loading' if parameters is None else _count(parameters)}"
     yield f"quantisation: {facts['quantization']}"
     yield f"context: {facts['context'] or 'not stated'} tokens"
     yield f"takes: {', '.join(facts['modalities'])}"

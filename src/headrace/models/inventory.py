@@ -116,6 +116,8 @@ def _described(name: str, place: Place, folder: Path, num_bytes: int, used: floa
 
 def kind_of(files: ModelFiles) -> str:
     """What a model is for, in a word, as far as its small files and its name say."""
+    if files.recipe is not None:
+        return "embedding" if files.recipe.traits.task == "embed" else "reranker"
     if (purpose := purpose_by_name(files.name)) is not None:
         return purpose.removeprefix("an ").removeprefix("a ").partition(" ")[0]
     if files.config.get("vision_config"):
