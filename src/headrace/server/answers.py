@@ -105,6 +105,7 @@ class _Answer:
     refusal: why the request can only be handed over, which ends it if that fails.
     """
 
+    heading: AnswerHeading
     encoder: AnswerEncoder
     record: RequestRecord
     headers: dict[str, str]
@@ -164,8 +165,11 @@ class AnswerRoute(Generic[Asked]):
         num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
         engine_ids = generation_ids(asked.request_id, num_prompts)
         self._live.attach(record.request_id, asked.request_id, engine_ids)
-        encoder = self._dialect.encoder(call, AnswerHeading(asked.request_id, target.name))
-        answer = _Answer(encoder, record, ignored_headers(call.ignored), is_stream=call.stream, waits=traits is None)
+        heading = AnswerHeading(asked.request_id, target.name)
+        encoder = self._dialect.encoder(call, heading)
+        answer = _Answer(
+            heading, encoder, record, ignored_headers(call.ignored), is_stream=call.stream, waits=traits is None
+        )
         if asked.options.forecast_beyond is not None:
             foreign = self._dialect.foreign(call)
             answer.offer = Offer(self._handover, request, call, body, foreign, record, engine_ids)
@@ -191,10 +195,9 @@ class AnswerRoute(Generic[Asked]):
         """read: reads the body as the loaded model needs it; None if `call` is that."""
         async with self._models.use(target.entry, answer.record.request_id) as session:
             if read is not None:
-                request_id = call.request.request_id
                 call = await read(session.traits)
-                call = replace(call, request=replace(call.request, request_id=request_id))
-                answer.encoder = self._dialect.encoder(call, AnswerHeading(request_id, target.name))
+                call = replace(call, request=replace(call.request, request_id=answer.heading.id))
+                answer.encoder = self._dialect.encoder(call, answer.heading)
             async with aclosing(self._dialect.events(text_session(session), call.request)) as events:
                 async for event in events:
                     yield event

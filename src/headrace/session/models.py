@@ -81,7 +81,7 @@ class Models:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.entries = tuple(entries)
-        self._total_bytes = total_bytes
+        self.total_bytes = total_bytes
         self._takes_any_name = takes_any_name
         self._needs_name = needs_name
         self._patience_s = patience_s
@@ -220,25 +220,25 @@ class Models:
                 return
 
     async def _make_room(self, entry: ModelEntry, expected_bytes: int) -> MemoryShare | None:
-        if self._total_bytes is None:
+        if self.total_bytes is None:
             return None
-        needed = needed_room(self._total_bytes, expected_bytes)
+        needed = needed_room(self.total_bytes, expected_bytes)
         until = time.monotonic() + self._patience_s
         while True:
             self._changed.clear()
             others = [other for other, _ in self.loaded()]
             memories = [session.memory for _, session in self.loaded()]
-            if room_beside(self._total_bytes, memories) >= needed:
-                budgets = divide(self._total_bytes, memories, expected_bytes)
+            if room_beside(self.total_bytes, memories) >= needed:
+                budgets = divide(self.total_bytes, memories, expected_bytes)
                 await self._set_budgets(others, budgets)
                 used = sum(memory.weights_bytes for memory in memories)
-                left = self._total_bytes - used - sum(other.budget_bytes for other in others)
+                left = self.total_bytes - used - sum(other.budget_bytes for other in others)
                 if left >= needed:
-                    return MemoryShare(left, self._total_bytes, used)
+                    return MemoryShare(left, self.total_bytes, used)
             elif all(other.is_kept for other in others):
                 raise ModelUnavailable(
                     f"it needs about {needed / 1e9:.1f} GB, and beside the models that are kept loaded there are "
-                    f"{room_beside(self._total_bytes, memories) / 1e9:.1f} GB"
+                    f"{room_beside(self.total_bytes, memories) / 1e9:.1f} GB"
                 )
             elif idle := self._idle(entry):
                 await self._close(idle[0])
@@ -283,16 +283,16 @@ class Models:
         log.info("%s is unloaded", entry.name)
 
     async def _divide(self) -> None:
-        if self._total_bytes is None:
+        if self.total_bytes is None:
             return
         loaded = [entry for entry, _ in self.loaded()]
-        await self._set_budgets(loaded, divide(self._total_bytes, [session.memory for _, session in self.loaded()]))
+        await self._set_budgets(loaded, divide(self.total_bytes, [session.memory for _, session in self.loaded()]))
 
     async def _set_budgets(self, entries: Sequence[ModelEntry], budgets: Sequence[int]) -> None:
         """Smaller ones first: what their requests keep is not there for the others."""
-        assert self._total_bytes is not None
+        assert self.total_bytes is not None
         wanted = sorted(zip(budgets, entries, strict=True), key=lambda each: each[0] - each[1].budget_bytes)
-        free = self._total_bytes - sum(session.memory.weights_bytes for _, session in self.loaded())
+        free = self.total_bytes - sum(session.memory.weights_bytes for _, session in self.loaded())
         for place, (budget, entry) in enumerate(wanted):
             if entry.session is None:
                 continue
@@ -342,9 +342,9 @@ class Models:
     async def start(self, entry: ModelEntry) -> None:
         """Load a model before the server listens, unless it has no room beside others. Raises ModelUnavailable."""
         expected_bytes = await in_daemon(entry.source.fetch)
-        if self._total_bytes is not None and not entry.is_kept:
+        if self.total_bytes is not None and not entry.is_kept:
             memories = [session.memory for _, session in self.loaded()]
-            if room_beside(self._total_bytes, memories) < needed_room(self._total_bytes, expected_bytes):
+            if room_beside(self.total_bytes, memories) < needed_room(self.total_bytes, expected_bytes):
                 log.warning("%s sleeps: there is no memory for it beside the others", entry.name)
                 return
         await self.load(entry)
