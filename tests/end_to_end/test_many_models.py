@@ -32,7 +32,8 @@ async def served(plan: ServePlan) -> AsyncIterator[tuple[Models, openai.AsyncOpe
     models = served_models(plan)
     try:
         async with serving(models, replace(ServerConfig(), ping_interval_s=0.05)) as url:
-            yield models, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=600)
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=600) as client:
+                yield models, client
     finally:
         models.stop()
 
