@@ -10,7 +10,6 @@ import pytest
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine import prepare as prepare_module
 from headrace.engine.commands import Abort
 from headrace.engine.engine import Engine
 from headrace.engine.runner import Runner
@@ -80,7 +79,7 @@ async def test_sixty_prompts_of_4000_tokens_fit_a_small_budget(
 ) -> None:
     """Memory stays flat, nothing is refused, and the latest prompt is still there."""
     budget_bytes = 12_000_000
-    monkeypatch.setattr(prepare_module, "state_budget", lambda memory_bytes, utilization: budget_bytes)
+    monkeypatch.setattr("headrace.engine.memory.state_budget", lambda memory_bytes, utilization: budget_bytes)
     async with engine_of(name, tmp_path / name) as engine:
         levels = []
         for number in range(60):

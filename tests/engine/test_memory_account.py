@@ -9,7 +9,6 @@ import pytest
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import loop
-from headrace.engine import prepare as prepare_module
 from headrace.engine.engine import Engine
 from headrace.scheduler import admission
 from headrace.types.request import GenerationRequest, SamplingParams
@@ -41,7 +40,7 @@ async def test_weights_states_checkpoints_and_records_are_all_that_the_device_ho
 ) -> None:
     gc.collect()  # what earlier engines have left would be counted as weights
     monkeypatch.setattr(admission, "SLICE_TOKENS", 1)
-    monkeypatch.setattr(prepare_module, "state_budget", lambda memory_bytes, utilization: 60_000_000)
+    monkeypatch.setattr("headrace.engine.memory.state_budget", lambda memory_bytes, utilization: 60_000_000)
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(max_num_seqs=2)))
 
     async def run(asked: GenerationRequest) -> None:
@@ -91,7 +90,7 @@ async def test_buffers_that_evicted_states_leave_behind_are_given_back(
     real = mx.clear_cache
     monkeypatch.setattr(mx, "clear_cache", clear)
     monkeypatch.setattr(loop, "IDLE_S", 1000.0)
-    monkeypatch.setattr(prepare_module, "state_budget", lambda memory_bytes, utilization: budget_bytes)
+    monkeypatch.setattr("headrace.engine.memory.state_budget", lambda memory_bytes, utilization: budget_bytes)
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(max_num_seqs=2)))
     try:
         for number in range(8):

@@ -10,7 +10,6 @@ import pytest
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine import prepare as prepare_module
 from headrace.engine.engine import Engine
 from headrace.scheduler import admission
 from headrace.state.sequence import SequenceState
@@ -177,7 +176,7 @@ async def test_when_memory_runs_short_everybody_still_says_what_it_says_alone(
     requests = [
         GenerationRequest(f"r{number}", tokens(50 + number, 230), replace(WARM, seed=number), 40) for number in range(4)
     ]
-    monkeypatch.setattr(prepare_module, "state_budget", lambda memory_bytes, utilization: budget_bytes)
+    monkeypatch.setattr("headrace.engine.memory.state_budget", lambda memory_bytes, utilization: budget_bytes)
     engine = Engine.launch(
         Config(
             str(folder),

@@ -12,7 +12,6 @@ import pytest
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine import prepare as prepare_module
 from headrace.engine.engine import Engine
 from headrace.types.events import FinishReason
 from headrace.types.request import IDLE_PRIORITY, Boundary, BoundaryKind, GenerationRequest, SamplingParams
@@ -247,7 +246,7 @@ async def test_side_requests_between_turns_evict_no_long_conversation(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny.save(name, tmp_path / name)
-    monkeypatch.setattr(prepare_module, "state_budget", lambda memory_bytes, utilization: 2_000_000)
+    monkeypatch.setattr("headrace.engine.memory.state_budget", lambda memory_bytes, utilization: 2_000_000)
     engine = Engine.launch(Config(str(folder), ModelConfig(self_check=False), EngineConfig(prefill_chunk=256)))
     try:
         history = tokens(900, 420)
@@ -268,7 +267,7 @@ async def test_side_requests_between_turns_evict_no_long_conversation(
 async def test_sixty_prompts_under_a_small_budget(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory stays flat, and nothing is refused."""
     folder = tiny.save(name, tmp_path / name)
-    monkeypatch.setattr(prepare_module, "state_budget", lambda memory_bytes, utilization: 3_000_000)
+    monkeypatch.setattr("headrace.engine.memory.state_budget", lambda memory_bytes, utilization: 3_000_000)
     # what MLX holds at the launch counts as weights: nothing of earlier engines' may go away later
     gc.collect()
     engine = Engine.launch(Config(str(folder), ModelConfig(), EngineConfig(prefill_chunk=256)))

@@ -15,7 +15,6 @@ from engine.sparse_models import GREEDY, config, save, tokens
 from engine.test_media import DATA, case_of, digested
 
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine import prepare
 from headrace.engine.engine import Engine
 from headrace.engine.features import FeatureCache
 from headrace.engine.runner import Runner
@@ -117,7 +116,7 @@ async def test_rows_and_the_step_in_progress(folder: Path, monkeypatch: pytest.M
 
 async def test_memory_and_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 512 tokens, all of the context, take 393,216 bytes, and 256 or fewer take half of that
-    monkeypatch.setattr(prepare, "state_budget", lambda memory_bytes, utilization: 400_000)
+    monkeypatch.setattr("headrace.engine.memory.state_budget", lambda memory_bytes, utilization: 400_000)
     async with launched(config(folder, None)) as engine:
         await engine.submit(STREAM)
         await engine.submit(replace(STREAM, request_id="large", cache_salt="other"))

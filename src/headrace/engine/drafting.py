@@ -12,7 +12,7 @@ import numpy as np
 from headrace.backend.device import Device
 from headrace.config import Config
 from headrace.engine.draft_model import DraftModel
-from headrace.engine.memory import state_budget, state_pool
+from headrace.engine.memory import state_pool
 from headrace.engine.windows import Window
 from headrace.errors import ConfigError, ModelError
 from headrace.models.load import LoadedModel
@@ -192,7 +192,9 @@ def _with_draft_model(
         raise ConfigError("--draft-model is given, but max_draft_tokens is 0", param="draft_model")
     max_drafts = min(knobs.max_draft_tokens, packed.most_drafts, model.most_drafts)
     longest = most_tokens(draft.model.context_length)
-    budget_bytes = state_budget(device.memory_bytes, device.share(knobs.gpu_memory_utilization))
+    left_bytes = int(device.memory_bytes * device.share(knobs.gpu_memory_utilization)) - mx.get_active_memory()
+    # the scheduler's budget counts these states; other models may have taken the rest
+    budget_bytes = max(left_bytes, 8 * draft.cost.num_bytes(longest))
     pool = state_pool(model, draft.cost, budget_bytes, knobs.max_num_seqs, longest)
     drafter = ModelDrafter(draft.name, draft.weights_bytes, model, packed, pool, longest, chunk_tokens)
     planner = DepthPlanner(max(PASS_SHARE, draft.weights_bytes / max(1, mx.get_active_memory() - draft.weights_bytes)))
