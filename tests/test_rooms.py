@@ -41,6 +41,7 @@ RULES: dict[str, set[str]] = {
         *("tool_calls", "families", "common_prefix"),
     },
     "media": {"types", "isolation", "families", "errors", "sandbox", "cancellation"},
+    "ranks": {"errors"},
     "backend": {"config_loading"},
     "state": {"types", "common_prefix", "isolation", "prefix", "backend", "recent_times"},
     "sampling": {"types", "backend"},
@@ -49,7 +50,7 @@ RULES: dict[str, set[str]] = {
     "engine": {
         *("types", "errors", "config", "config_loading", "families", "prefix", "metrics", "scheduler", "grammar"),
         *("isolation", "common_prefix", "lru_cache", "recent_times"),
-        *("backend", "state", "sampling", "models", "speculate"),
+        *("backend", "state", "sampling", "models", "speculate", "ranks"),
     },
     "session": {
         *("types", "errors", "sandbox", "cancellation", "long_work", "lru_cache", "common_prefix"),
@@ -66,7 +67,7 @@ RULES: dict[str, set[str]] = {
     "bench": {"types", "isolation", "errors"},
     "cli": {
         *("types", "errors", "config", "config_loading", "knobs", "server", "session", "engine", "models", "bench"),
-        *("backend", "clients", "replicas"),
+        *("backend", "clients", "replicas", "ranks"),
     },
     "__main__": {"cli"},
     "__init__": set(),
@@ -93,6 +94,7 @@ PURE = {
     "cancellation",
     "isolation",
     "lru_cache",
+    "ranks",
     "recent_times",
     "long_work",
     "sandbox",

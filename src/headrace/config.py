@@ -173,6 +173,18 @@ class ServerConfig:
     strict_model_name: bool | None = knob(
         None, "old name of the opposite of --any-model-name, which is now automatic; gone in the next version"
     )
+    ranks: str | None = knob(
+        None,
+        "split the model over several devices: a number of processes on this host, or a JSON file of hosts as for "
+        "mlx.launch",
+        metavar="N|FILE",
+    )
+    ranks_backend: str = knob(
+        "auto",
+        "what connects the ranks; auto is nccl on NVIDIA GPUs, ring elsewhere; jaccl is untested",
+        choices=("auto", "ring", "nccl", "jaccl"),
+        needs="ranks",
+    )
     allowed_origin: tuple[str, ...] = knob((), "browser origin that may call the server, repeatable", metavar="URL")
     page: str = knob("on", "serve a page at / to chat and to watch the engine", choices=("on", "off"))
     max_body_bytes: int = knob(64 * 1024 * 1024, "largest request body", metavar="BYTES", minimum=1)

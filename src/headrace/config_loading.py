@@ -40,6 +40,18 @@ def set_up_libraries() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables that a library reads later, whatever the user has set."""
+    os.environ.update(variables)
+
+
+def use_gpu(number: int) -> None:
+    """Let CUDA see only one of the GPUs that it would see. Before its first use."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number)] if seen is None else seen.split(",")[number : number + 1]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
 def built_modules(mlx_version: str) -> Path:
     """The folder of MLX's compiled CUDA modules.
 

@@ -142,10 +142,12 @@ def prepare_drafting(
     draft: DraftModel | None,
     device: Device,
     chunk_tokens: int,
+    clock: Callable[[], float] = time.monotonic,
 ) -> DrafterSetup:
     """Draft by the draft model if there is one, else by the model's prediction head if it has one and it is wanted.
 
-    Runs some warm-up steps. chunk_tokens: of prompts in a step. Raises ConfigError if `mtp` is on and there is no head,
+    Runs some warm-up steps. chunk_tokens: of prompts in a step. clock: by which warm-up steps end; all ranks end them
+    together. Raises ConfigError if `mtp` is on and there is no head,
     none that fits, or a draft model, and for a draft model that can't run.
     """
     knobs = config.engine
@@ -156,7 +158,7 @@ def prepare_drafting(
     if knobs.max_draft_tokens == 0:
         raise ConfigError("mtp is on, but max_draft_tokens is 0", param="mtp")
     try:
-        return _with_head(config, files, loaded, device)
+        return _with_head(config, files, loaded, device, clock)
     except ModelError as error:
         if knobs.mtp == "on":
             raise ConfigError(f"mtp is on, but {error}", param="mtp") from error
@@ -164,7 +166,9 @@ def prepare_drafting(
         return DrafterSetup(None, None, (f"drafts: none, {error}",))
 
 
-def _with_head(config: Config, files: ModelFiles, loaded: LoadedModel, device: Device) -> DrafterSetup:
+def _with_head(
+    config: Config, files: ModelFiles, loaded: LoadedModel, device: Device, clock: Callable[[], float]
+) -> DrafterSetup:
     packed = loaded.packed
     max_drafts = min(config.engine.max_draft_tokens, packed.most_drafts)
     weights = find_head(files)
@@ -175,7 +179,7 @@ def _with_head(config: Config, files: ModelFiles, loaded: LoadedModel, device: D
     drafter, planner = HeadDrafter(head), DepthPlanner()
     report = [f"drafts: up to {max_drafts} at once, by the prediction head in {head.report}"]
     try:
-        report += _rehearse(config, loaded, drafter, planner, max_drafts)
+        report += _rehearse(config, loaded, drafter, planner, max_drafts, clock)
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"the prediction head in {weights.origin} can't run on {device.kind}: {error}") from error
     speculator = Speculator(drafter, max_drafts, Ranking(), planner)
@@ -220,10 +224,15 @@ def _has_head(files: ModelFiles) -> bool:
 
 
 def _rehearse(
-    config: Config, loaded: LoadedModel, drafter: Drafter, planner: DepthPlanner, max_drafts: int
+    config: Config,
+    loaded: LoadedModel,
+    drafter: Drafter,
+    planner: DepthPlanner,
+    max_drafts: int,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
     """Time some steps. Returns a line for the report if the self-check is on."""
-    rehearsal = Rehearsal(loaded.packed, loaded.tokens.end)
+    rehearsal = Rehearsal(loaded.packed, loaded.tokens.end, clock)
     try:
         rehearsal.time_steps(drafter, planner.times(1), max_drafts)
         return [f"drafts: {rehearsal.compare_windows()}"] if config.models.self_check else []

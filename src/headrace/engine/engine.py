@@ -28,14 +28,16 @@ from headrace.config import Config
 from headrace.engine.adapters import DropAdapter, LoadAdapter
 from headrace.engine.commands import Abort, ClearCache, Command, Estimate, Inspect, SetBudget, Stop, Submit
 from headrace.engine.delivery import Item, OutputQueue
+from headrace.engine.loop import Loop
+from headrace.engine.mirror import Follower
 from headrace.engine.prepare import prepare
 from headrace.engine.turns import DeviceTurns
-from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.isolation import errors_as
 from headrace.models.lora_files import read_adapter
 from headrace.models.picture_processor import PictureProcessor, load_picture_processor
+from headrace.ranks.channel import Ranks
 from headrace.types.events import FinishReason, Forecast, TokenOutput
 from headrace.types.memory import MemoryShare, ModelMemory
 from headrace.types.model import ModelDescription
@@ -69,6 +71,9 @@ def _joined(first: TokenOutput, second: Item) -> TokenOutput | None:
         stop_token_id=second.stop_token_id,
         times=second.times,
     )
+
+
+_END_S = 1.0
 
 
 class OutputStream:
@@ -148,18 +153,21 @@ class Engine:
         constraints: ConstraintFactory | None = None,
         turns: DeviceTurns | None = None,
         share: MemoryShare | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._config = config
         self._turns = turns or DeviceTurns()
         self._share = share
         self._memory: ModelMemory | None = None
         self._constraints = constraints
+        self._ranks = ranks
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_ready = threading.Event()
         self._launch_error: BaseException | None = None
         self._death: str | None = None
         self._model: ModelDescription | None = None
-        self._warm_up: WarmUp | None = None
+        self._loop: Loop | Follower | None = None
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
 
     @classmethod
@@ -170,18 +178,19 @@ class Engine:
         *,
         turns: DeviceTurns | None = None,
         share: MemoryShare | None = None,
+        ranks: Ranks | None = None,
     ) -> Engine:
         """Load the model and start the thread. Raises ModelError and ConfigError.
 
         constraints: makes the requests' constraints; then only tokens of its tokenizer are sampled. None: requests with
         a constraint are refused.
-        turns, share: of the device, for a model that is not alone.
+        turns, share: of the device, for a model that is not alone. ranks: the processes that share the model.
         """
-        engine = cls(config, constraints, turns, share)
+        engine = cls(config, constraints, turns, share, ranks)
         engine._thread.start()
         engine._is_ready.wait()
         if engine._launch_error is not None:
-            engine._thread.join()
+            engine._thread.join(_END_S)  # it may wait in vain for another rank
             raise engine._launch_error
         return engine
 
@@ -200,8 +209,8 @@ class Engine:
         return self._death
 
     def warm_up_status(self) -> WarmUpStatus:
-        assert self._warm_up is not None, "an engine is made with Engine.launch"
-        return self._warm_up.status
+        assert self._loop is not None, "an engine is made with Engine.launch"
+        return self._loop.warm_up.status
 
     async def submit(self, request: GenerationRequest) -> OutputStream:
         """Queue a request, and return the stream of its outputs.
@@ -240,6 +249,8 @@ class Engine:
 
     async def load_adapter(self, folder: Path) -> str:
         """Hold the adapter of a folder for requests, and give its fingerprint. Raises ModelError and EngineDead."""
+        if self._ranks is not None:
+            raise ModelError("adapters are not supported for a model that is split over ranks")
         files = await asyncio.to_thread(read_adapter, folder)
         error = await self._ask(partial(LoadAdapter, files))
         if error is not None:
@@ -277,17 +288,36 @@ class Engine:
         False if it has not ended after `timeout_s`, in which case only the end of the process ends it.
         """
         self._inbox.put(Stop())
-        self._thread.join(timeout_s)
+        # a thread that waits in MLX for a rank that has ended never does
+        self._thread.join(timeout_s if self._death is None else _END_S)
         return not self._thread.is_alive()
 
     def _refuse_if_dead(self) -> None:
         if self._death is not None:
             raise EngineDead(f"the engine is not running: {self._death}")
 
+    def wait_for_end(self) -> None:
+        """Until the thread has ended, or another rank has."""
+        self._is_over.wait()
+
+    def _lost(self, reason: str) -> None:
+        """Another rank has ended; the thread may wait for it in MLX, and then does so for ever."""
+        logger.error("%s", reason)
+        self._death, error = reason, EngineDead(f"the engine is not running: {reason}")
+        if not self._is_ready.is_set():
+            self._launch_error = error
+            self._is_ready.set()
+        elif self._loop is not None:
+            self._loop.fail_all(error)
+        self._is_over.set()
+
     def _run(self) -> None:
         try:
+            if self._ranks is not None:
+                self._ranks.watch(self._lost)
             self._serve()
         finally:
+            self._is_over.set()
             # a thread that ends with its MLX streams open lets the process abort at exit (mlx 0.32)
             mx.clear_streams()
 
@@ -295,9 +325,9 @@ class Engine:
         try:
             with errors_as(self._not_served):  # mlx-lm's model files may raise anything
                 loop, self._model, self._memory = prepare(
-                    self._config, self._inbox, self._constraints, self._turns, self._share
+                    self._config, self._inbox, self._constraints, self._turns, self._share, self._ranks
                 )
-            self._warm_up = loop.warm_up
+            self._loop = loop
         except HeadraceError as error:  # handed to the caller of launch
             self._launch_error = error
             return
@@ -306,10 +336,14 @@ class Engine:
         try:
             loop.run()
             self._death = "it was stopped"
+            if self._ranks is not None:
+                self._ranks.leave()
         except BaseException as error:  # the thread's exception boundary: health turns red, all callers get an error
+            if self._death is not None:  # another rank has ended, and with it what this thread waited for
+                return
             kind = f"its thread ended with {type(error).__name__}"
             self._death = error.message if isinstance(error, HeadraceError) else kind
-            logger.exception("the engine's thread died")
+            logger.error("the engine's thread died: %s", self._death, exc_info=not isinstance(error, EngineDead))
         loop.fail_all(EngineDead(f"the engine is not running: {self._death}"))
 
     def _not_served(self, error: BaseException) -> ModelError:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from headrace.engine.disk_cache import DiskLoader, open_disk_tier
 from headrace.engine.draft_model import DraftModel, load_draft_model
 from headrace.engine.drafting import DrafterSetup, prepare_drafting
 from headrace.engine.features import FeatureCache
+from headrace.engine.group import Together
 from headrace.engine.loop import Loop, MemoryPlan, Parts
 from headrace.engine.memory import (
     DEFAULT_CONTEXT,
@@ -32,6 +34,7 @@ from headrace.engine.memory import (
     sample_state,
     state_pool,
 )
+from headrace.engine.mirror import Follower, Lead, LeadingPool, LeadingRunner
 from headrace.engine.pool import PrefixPool
 from headrace.engine.pooling import PoolingRunner
 from headrace.engine.prepare_encoder import check_knobs, longest_input, pooling_traits, prepare_encoder
@@ -52,6 +55,7 @@ from headrace.models.smollm2 import fetch, is_fetched
 from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
 from headrace.models.vision import load_tower
 from headrace.models.vlm import Tower, VlmWrapper, whole_tower
+from headrace.ranks.channel import Ranks
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.stages import Stage
@@ -89,24 +93,30 @@ def prepare(
     constraints: ConstraintFactory | None,
     turns: DeviceTurns,
     share: MemoryShare | None,
-) -> tuple[Loop, ModelDescription, ModelMemory]:
-    """Everything before the first request, on the engine's thread. share: None for a model without others."""
+    ranks: Ranks | None,
+) -> tuple[Loop | Follower, ModelDescription, ModelMemory]:
+    """Everything before the first request, on the engine's thread. share: None for a model without others.
+
+    ranks: that share the model; on others than rank 0 a Follower runs it. All of them call this together.
+    """
     set_up_libraries()
     products = blas.install(config.models.numerics)
     device.restore_open_files()
     here, files, knobs = _current_device(config.models.numerics), model_files(config), config.engine
+    together = Together(ranks)
+    config = together.meet(config, files)
     if files.recipe is not None:
         check_knobs(config, files)
     if files.is_encoder:
         return prepare_encoder(config, files, inbox, here, (*_device_lines(here, products),), turns, share)
     # how weights are held depends on the memory that they may take
     its_own = here if share is None else replace(here, memory_bytes=min(here.memory_bytes, share.num_bytes))
-    loaded = _load(config, files, its_own, constraints)
+    loaded = _load(config, files, its_own, constraints, together.group)
     as_held = replace(config, models=replace(config.models, dtype=loaded.dtype))
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     is_pooling = files.recipe is not None
     draft, drafter = _find_drafts(config, files, loaded, here)
-    of_drafting = as_held, files, loaded, drafter, here, chunk
+    of_drafting = as_held, files, loaded, drafter, here, chunk, together.clock
     drafting = DrafterSetup(None, None, ()) if is_pooling else prepare_drafting(*of_drafting)
     found = None if is_pooling else _find_tower(config, files, loaded, here)
     taken = files.name, *config.server.served_model_name
@@ -114,7 +124,7 @@ def prepare(
     roots = (loaded.packed, drafting, found, draft, drafter)
     held = loaded_bytes(here, knobs.gpu_memory_utilization, share, roots, adapters.num_bytes)
     wired = () if here.mac is None else (wire(here.mac, knobs.wired, held.weights_bytes + held.others_bytes),)
-    budget_bytes = held.budget_bytes
+    budget_bytes = together.least(held.budget_bytes)
     sample = sample_state(loaded.packed, drafting.head)
     cost = sample.cost()
     own_context = longest_input(files, loaded.context_length) or knobs.max_model_len or DEFAULT_CONTEXT
@@ -130,7 +140,9 @@ def prepare(
     report += () if found is None else (found[1],)
     report += () if disk is None else (disk.report,)
     report += () if draft is None else (report_line(draft, config, of_draft),)
-    parts, stages = _make_caches(config, files.name, cost, disk, tower, int(FEATURES_SHARE * budget_bytes))
+    parts, stages = _make_caches(
+        config, files.name, cost, disk, tower, int(FEATURES_SHARE * budget_bytes), together.lead
+    )
     if draft is not None:
         window = loaded.packed.largest_window
         parts.sparse = sparse = start_sparse(config, draft, of_draft, chunk, max_model_len, parts.prefixes, window)
@@ -147,15 +159,19 @@ def prepare(
     else:
         warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
         of_runner = packed, end, parts.prefixes, constraints, drafting.speculator, parts.features, adapters
-        runner = Runner(*of_runner, pool=states, ahead=packed.launches_ahead)
+        make_runner = Runner if together.lead is None else partial(LeadingRunner, together.lead)
+        runner = make_runner(*of_runner, pool=states, ahead=packed.launches_ahead)
     report += warm_up.report
-    plan = MemoryPlan(budget_bytes, held.weights_bytes, of_draft, held.process_bytes, here.kind != "cuda")
-    loop = Loop(runner, scheduler, parts, warm_up, plan, memory, inbox, turns)
     description = _describe(files, loaded, max_model_len, report, named_adapters, takes_media=tower is not None)
     if draft is not None:
         description = replace(description, sparse_draft=draft.name)
     least_bytes = of_draft + max(memory.cost(max_model_len), runner.permanent_bytes)
-    return loop, description, ModelMemory(held.weights_bytes, least_bytes, held.most_bytes)
+    model_memory = ModelMemory(held.weights_bytes, least_bytes, held.most_bytes)
+    if ranks is not None and ranks.rank:
+        return Follower(ranks, runner, parts.prefixes, warm_up, knobs.max_num_seqs), description, model_memory
+    plan = MemoryPlan(budget_bytes, held.weights_bytes, of_draft, held.process_bytes, here.kind != "cuda")
+    loop = Loop(runner, scheduler, parts, warm_up, plan, memory, inbox, turns)
+    return loop, description, model_memory
 
 
 def _memory_budget(budget_bytes: int, cost: StateCost, drafting: DrafterSetup) -> MemoryBudget:
@@ -189,7 +205,13 @@ def _context_line(num_tokens: int, state_bytes: int, memory: MemoryBudget) -> st
     )
 
 
-def _load(config: Config, files: ModelFiles, here: Device, constraints: ConstraintFactory | None) -> LoadedModel:
+def _load(
+    config: Config,
+    files: ModelFiles,
+    here: Device,
+    constraints: ConstraintFactory | None,
+    group: mx.distributed.Group | None,
+) -> LoadedModel:
     models = config.models
     loaded = load(
         files,
@@ -200,6 +222,7 @@ def _load(config: Config, files: ModelFiles, here: Device, constraints: Constrai
         tokens=None if constraints is None else constraints.vocabulary.tokenizer.token_ids,
         whole_vlm=models.vision == "auto",
         quantization=_quantization(config, constraints),
+        group=group,
     )
     if constraints is not None:
         constraints.prepare()
@@ -264,16 +287,23 @@ def _find_tower(config: Config, files: ModelFiles, loaded: LoadedModel, here: De
 
 
 def _make_caches(
-    config: Config, name: str, cost: StateCost, disk: DiskTier | None, tower: Tower | None, features_bytes: int
+    config: Config,
+    name: str,
+    cost: StateCost,
+    disk: DiskTier | None,
+    tower: Tower | None,
+    features_bytes: int,
+    lead: Lead | None,
 ) -> tuple[Parts, list[Stage]]:
     """The caches that are on, and the stages that they are.
 
-    name: identifies the weights where there is no disk tier with their fingerprint.
+    name: identifies the weights where there is no disk tier with their fingerprint. lead: tells the other ranks.
     """
     parts, stages = Parts(), list[Stage]()
     if config.engine.prefix_cache == "on":
         weights = name if disk is None else disk.weights
-        pool = PrefixPool(weights, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, disk=disk)
+        make_pool = PrefixPool if lead is None else partial(LeadingPool, lead)
+        pool = make_pool(weights, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, disk=disk)
         parts.prefixes = pool
         stages.append(pool)
         if disk is not None:

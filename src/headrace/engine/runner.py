@@ -96,6 +96,9 @@ class Runner:
     def preempted_bytes(self) -> int:
         return sum(live.record.num_bytes for live in self._live.values() if live.record is not None)
 
+    def holds(self, sequence_id: str) -> bool:
+        return sequence_id in self._live
+
     def recorded(self, sequence_id: str) -> tuple[SequenceState, QueryRecorder]:
         live = self._live[sequence_id]
         assert live.recorder is not None, "queries were not recorded"

@@ -126,7 +126,7 @@ def _is_cache(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == "cache"
 
 
-def _is_gated_delta(module: nn.Module) -> bool:
+def is_gated_delta(module: nn.Module) -> bool:
     fused = "in_proj_qkvz" in module and "in_proj_ba" in module
     split = all(f"in_proj_{part}" in module for part in ("qkv", "z", "b", "a"))
     return (fused or split) and all(part in module for part in GATED_DELTA_PARTS)
@@ -138,7 +138,7 @@ def choose_levels(model: Any) -> dict[type[nn.Module], Level]:
     levels: dict[type[nn.Module], Level] = {}
     for path in mixers_of(model):
         module_class = type(path.module)
-        if _is_gated_delta(path.module):
+        if is_gated_delta(path.module):
             levels[module_class] = Level.PACKED
         else:
             levels[module_class] = Level.ADAPTER if _fits_adapter(module_class) else Level.ROWS

@@ -22,6 +22,7 @@ from headrace.models.packed import PackedModel
 from headrace.models.pooling.trunk import Trunk, load_trunk
 from headrace.models.quantized import Quantization, distance, find_kept, keep, quantize, refuse_quantised
 from headrace.models.selfcheck import Checked, check, check_pictures
+from headrace.models.sharding import is_sharded, shard
 from headrace.models.source import CONTEXT_FIELDS, ModelFiles, weights_bytes
 from headrace.models.stored_files import check_files, norms_contradiction
 from headrace.models.vlm import load_vlm, runs_whole
@@ -65,6 +66,7 @@ def load(
     tokens: TokenIds | None = None,
     whole_vlm: bool = False,
     quantization: Quantization | None = None,
+    group: mx.distributed.Group | None = None,
 ) -> LoadedModel:
     """Read the weights, bring them into the precision wanted, install the adapters and check the result.
 
@@ -72,6 +74,7 @@ def load(
     whole_vlm: whether a model with an unknown vision tower may run whole, to take pictures. If that fails, its text
     part serves alone, where mlx-lm knows it.
     quantization: None leaves the weights in the precision that they are stored in.
+    group: ranks that the layers are split over; None keeps them whole.
     Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
     if quantization is not None:
@@ -82,6 +85,8 @@ def load(
         finish = partial(_load, files, numerics=numerics, self_check=self_check, device=device, tokens=tokens)
         return _load_quantized(files, quantization, dtype, device, finish)
     read = load_weights if files.recipe is None else load_trunk
+    if group is not None:
+        read = partial(_load_part, group)
     read_text = partial(_load, files, read, dtype, numerics, self_check, device, tokens)
     if not (whole_vlm and runs_whole(files)):
         return read_text()
@@ -130,6 +135,12 @@ def sample_logits(model: Any, sample: Sequence[int]) -> mx.array:
     logits: mx.array = model(mx.array([sample]))[0].astype(mx.float32)
     mx.eval(logits)
     return logits
+
+
+def _load_part(group: mx.distributed.Group, files: ModelFiles) -> Loaded:
+    loaded = load_weights(files)
+    shard(loaded.model, files, group)
+    return loaded
 
 
 def _load(
@@ -185,6 +196,8 @@ def _finish(
         raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
     sampled = sample_logits(loaded.model, sample) if sample else None
     kernels = Kernels(numerics, device.kind)
+    if is_sharded(loaded.model):
+        kernels = kernels.without_fusion()
     if device.mac is not None and device.mac.has_accelerators:
         kernels = replace(kernels, has_accelerators=True)
     if device.kind == "metal" and numerics == "fast":

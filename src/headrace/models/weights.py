@@ -231,11 +231,21 @@ def _dequantize(model: Any) -> None:
         mx.eval(plain.parameters())
 
 
-_PLAIN: dict[type[nn.Module], Callable[[], nn.Module]] = {
-    nn.QuantizedLinear: lambda: nn.Linear(1, 1, bias=False),
-    nn.QuantizedEmbedding: lambda: nn.Embedding(1, 1),
-    QuantizedSwitchLinear: lambda: SwitchLinear(1, 1, 1, bias=False),
-    QuantizedMultiLinear: lambda: MultiLinear(1, 1, 1),
+def _all_to_sharded(module: Any) -> nn.Module:
+    return nn.AllToShardedLinear(1, module.group.size(), bias=False, group=module.group)
+
+
+def _sharded_to_all(module: Any) -> nn.Module:
+    return nn.ShardedToAllLinear(module.group.size(), 1, bias=False, group=module.group)
+
+
+_PLAIN: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
+    nn.QuantizedLinear: lambda _: nn.Linear(1, 1, bias=False),
+    nn.QuantizedEmbedding: lambda _: nn.Embedding(1, 1),
+    nn.QuantizedAllToShardedLinear: _all_to_sharded,
+    nn.QuantizedShardedToAllLinear: _sharded_to_all,
+    QuantizedSwitchLinear: lambda _: SwitchLinear(1, 1, 1, bias=False),
+    QuantizedMultiLinear: lambda _: MultiLinear(1, 1, 1),
 }
 """An empty plain module for each quantised class; subclasses may compute otherwise and don't count."""
 
@@ -244,7 +254,7 @@ def _plain(module: Any) -> nn.Module | None:
     make = _PLAIN.get(type(module))
     if make is None:
         return None
-    plain: Any = make()
+    plain: Any = make(module)
     plain.weight = _dequantized(module)
     if "bias" in module:
         plain.bias = module.bias

@@ -14,6 +14,7 @@ from mlx_lm.models.gated_delta import compute_g
 from headrace.backend.cuda import shapes
 from headrace.backend.delta_rule import convolved
 from headrace.backend.gated_delta import scan, scan_behind
+from headrace.models.sharding import summed
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.recurrent import BatchRow, RecurrentState, WindowTokens, gather, shared_array
 
@@ -76,8 +77,7 @@ class GatedDeltaMixer(nn.Module):
         step = cache.step
         states = [span.state.layer(cache.layer, partial(RecurrentState, step.kernels)) for span in step.spans]
         mix = self._decode if _are_decoding(step, states) else self._mix
-        mixed_out: mx.array = self.inner.out_proj(mix(step, states, *self._project(x)))
-        return mixed_out
+        return summed(self.inner.out_proj(mix(step, states, *self._project(x))), self.inner)
 
     def _decode(
         self, step: PackedStep, states: Sequence[RecurrentState], qkv: mx.array, z: mx.array, b: mx.array, a: mx.array

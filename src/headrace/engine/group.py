@@ -1,0 +1,91 @@
+"""The ranks of a model as one of MLX's groups, and the check that they will compute the same."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+import mlx.core as mx
+
+from headrace.backend.doctor import package_versions
+from headrace.config import Config
+from headrace.config_loading import set_variables
+from headrace.engine.mirror import Lead
+from headrace.errors import ConfigError, ModelError
+from headrace.models.fingerprint import add_files
+from headrace.models.source import ModelFiles
+from headrace.ranks.channel import Ranks
+
+
+class Together:
+    """The ranks of an engine while it is prepared. ranks: None for an engine of one."""
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+        self.clock = time.monotonic if ranks is None else ranks.clock
+        """For loops that all ranks must leave together."""
+        self.group: mx.distributed.Group | None = None
+        self.lead: Lead | None = None
+        """On rank 0 of several."""
+
+    def meet(self, config: Config, files: ModelFiles) -> Config:
+        """Connect the ranks. Returns the configuration for them. Raises ConfigError and ModelError on every rank."""
+        if self._ranks is None:
+            return config
+        config = for_ranks(config, files)
+        check_same(self._ranks, files)
+        self.group = join_group(self._ranks)
+        if not self._ranks.rank:
+            self.lead = Lead(self._ranks, config.engine.max_num_seqs)
+        return config
+
+    def least(self, num_bytes: int) -> int:
+        """What every rank has."""
+        return num_bytes if self._ranks is None else min(self._ranks.all(num_bytes))
+
+
+def for_ranks(config: Config, files: ModelFiles) -> Config:
+    """The configuration without what is not split over ranks. Raises ConfigError for what was asked for."""
+    for name in ("cache_dir", "sparse_draft", "draft_model"):
+        if getattr(config.engine, name) is not None:
+            raise ConfigError(f"{name} is not supported with ranks", param=name)
+    if config.models.adapter:
+        raise ConfigError("adapter is not supported with ranks", param="adapter")
+    if files.recipe is not None:
+        raise ConfigError(f"{files.name} makes no text, and such models are not supported with ranks", param="ranks")
+    return replace(config, models=replace(config.models, vision="off"))
+
+
+def join_group(ranks: Ranks) -> mx.distributed.Group:
+    """Connect MLX to the other ranks. Raises ConfigError."""
+    backend = ranks.layout.backend
+    ranks.all(ranks.rank)  # so that none waits long for the others
+    with tempfile.TemporaryDirectory() as folder:
+        connections = Path(folder) / "connections.json"
+        connections.write_text(json.dumps(ranks.layout.connections), encoding="utf-8")
+        set_variables(ranks.layout.variables(ranks.rank, connections))
+        try:
+            return mx.distributed.init(strict=True, backend=backend)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"rank {ranks.rank} can't connect by {backend}: {error}") from error
+
+
+def check_same(ranks: Ranks, files: ModelFiles) -> None:
+    """Raises ModelError on every rank for the first difference in versions or in the model's files."""
+    digest = blake2b(digest_size=16)
+    add_files(digest, files.directory)
+    own = {**package_versions(), "the model's files": digest.hexdigest()}
+    first, *others = ranks.all(own)
+    for rank, found in enumerate(others, start=1):
+        if (differing := _first_difference(first, found)) is not None:
+            wanted, other = first.get(differing), found.get(differing)
+            raise ModelError(f"rank {rank} differs from rank 0 in {differing}: {other} instead of {wanted}")
+
+
+def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)

@@ -1,0 +1,225 @@
+"""Messages between the ranks of a model, and word of one that has ended.
+
+Beside MLX's own connections, which carry arrays: a message must not wait for the device.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, TypeVar, cast
+
+from headrace.errors import EngineDead
+from headrace.ranks.layout import FIRST_PORT, LOCAL, Layout
+
+Value = TypeVar("Value")
+
+PULSE_S = 1.0
+_PULSE, _LEAVING = b"pulse", b"leaving"
+
+SILENCE_S = 10.0
+"""A rank that sends no pulse for so long counts as ended: its machine or its connection may be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where rank 0 listens, and the key that others need to be heard."""
+
+    host: str
+    port: int
+    key: str
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Messages from rank 0 to each other rank since the start, and their bytes."""
+
+    num_messages: int = 0
+    num_bytes: int = 0
+
+
+class Peer:
+    """Another rank, with a connection for messages and one on which each sends its pulse."""
+
+    def __init__(self, rank: int, messages: Connection, pulse: Connection) -> None:
+        self.rank = rank
+        self.messages = messages
+        self.has_left = False
+        self._pulse = pulse
+        self._ended: list[str] = []
+        """Why it has ended, if it has."""
+        self._report: Callable[[str], None] = self._ended.append
+        threading.Thread(target=self._watch, name=f"headrace-rank-{rank}", daemon=True).start()
+
+    def watch(self, ended: Callable[[str], None]) -> None:
+        """Call `ended` with a sentence once the rank has ended without leaving; it may have already."""
+        self._report = ended
+        for reason in self._ended:
+            ended(reason)
+
+    def _watch(self) -> None:
+        heard_at = time.monotonic()
+        reason = f"nothing was heard of rank {self.rank} for {SILENCE_S:g} seconds"
+        try:
+            while time.monotonic() - heard_at < SILENCE_S:
+                self._pulse.send_bytes(_PULSE)
+                until = time.monotonic() + PULSE_S
+                while (left_s := until - time.monotonic()) > 0 and self._pulse.poll(left_s):
+                    if self._pulse.recv_bytes() == _LEAVING:
+                        self.has_left = True
+                        return
+                    heard_at = time.monotonic()
+        except (OSError, EOFError):
+            reason = f"rank {self.rank} has ended"
+        if not self.has_left:
+            self._report(reason)
+
+    def leave(self) -> None:
+        """This rank ends, which is no failure."""
+        with suppress(OSError):
+            self._pulse.send_bytes(_LEAVING)
+        self.close()
+
+    def close(self) -> None:
+        self.has_left = True
+        self.messages.close()
+        self._pulse.close()
+
+
+@dataclass(eq=False)
+class Ranks:
+    """This process among the ranks of its model.
+
+    peers: of rank 0 all others in order, of any other rank 0 alone.
+    Ranks take the same steps in the same order, so that calls of `all` and `first` meet. They raise EngineDead if a
+    rank has ended.
+    """
+
+    rank: int
+    layout: Layout
+    peers: Sequence[Peer]
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    def all(self, value: Value) -> list[Value]:
+        """Every rank's value, by rank."""
+        if self.rank:
+            self._send(self.peers[0], value)
+            return cast("list[Value]", self._receive(self.peers[0]))
+        values = [value, *(self._receive(peer) for peer in self.peers)]
+        self.tell(values)
+        return values
+
+    def first(self, value: Value) -> Value:
+        """Rank 0's value."""
+        if self.rank:
+            return cast(Value, self._receive(self.peers[0]))
+        self.tell(value)
+        return value
+
+    def clock(self) -> float:
+        """Rank 0's monotonic seconds, for loops that all ranks must leave together."""
+        return self.first(time.monotonic())
+
+    def tell(self, message: Any) -> None:
+        """From rank 0 to all others, which `hear` it."""
+        for peer in self.peers:
+            self._send(peer, message)
+
+    def hear(self) -> Any:
+        """Rank 0's next message; None once it has left."""
+        return self._receive(self.peers[0])
+
+    def watch(self, ended: Callable[[str], None]) -> None:
+        """Call `ended` with a sentence, in another thread, for a rank that ends without leaving."""
+        for peer in self.peers:
+            peer.watch(ended)
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether rank 0 has left, as another rank sees it."""
+        return self.peers[0].has_left
+
+    def leave(self) -> None:
+        """The others are told, so that this end is no failure to them."""
+        if not self.rank:
+            self.tell(None)
+        for peer in self.peers:
+            peer.leave()
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+    def _send(self, peer: Peer, message: Any) -> None:
+        packed = _pickled(message)
+        if peer is self.peers[0]:
+            self.traffic.num_messages += 1
+            self.traffic.num_bytes += len(packed)
+        try:
+            peer.messages.send_bytes(packed)
+        except OSError as error:
+            raise EngineDead(f"rank {peer.rank} has ended") from error
+
+    def _receive(self, peer: Peer) -> Any:
+        try:
+            message = peer.messages.recv()
+            peer.has_left |= message is None
+            return message
+        except (OSError, EOFError) as error:
+            raise EngineDead(f"rank {peer.rank} has ended") from error
+
+
+class Meeting:
+    """Where rank 0 waits for the others."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Raises OSError if its address is taken."""
+        self._layout = layout
+        self._is_closed = False
+        key = secrets.token_hex(16)
+        host, port = (LOCAL, 0) if layout.is_local else (layout.hosts[0].ip, FIRST_PORT - 1)
+        self._listener = Listener((host, port), backlog=2 * layout.size, authkey=key.encode())
+        self.address = Address(host, self._listener.address[1], key)
+
+    def gather(self) -> Ranks:
+        """Wait until all ranks have come. Close the meeting from another thread to end the wait with an OSError."""
+        found: dict[tuple[int, str], Connection] = {}
+        while len(found) < 2 * (self._layout.size - 1):
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError, OSError):
+                if self._is_closed:
+                    raise
+                continue  # someone else
+            found[connection.recv()] = connection
+        peers = [Peer(rank, found[rank, "messages"], found[rank, "pulse"]) for rank in range(1, self._layout.size)]
+        return Ranks(0, self._layout, peers)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._listener.close()
+
+
+def join(address: Address, rank: int, layout: Layout) -> Ranks:
+    """Raises OSError, and AuthenticationError for a wrong key."""
+    connections = []
+    for kind in ("messages", "pulse"):
+        connection = Client((address.host, address.port), authkey=address.key.encode())
+        connection.send((rank, kind))
+        connections.append(connection)
+    return Ranks(rank, layout, [Peer(0, *connections)])
+
+
+def _pickled(message: Any) -> bytes:
+    return bytes(ForkingPickler.dumps(message))

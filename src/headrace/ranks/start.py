@@ -1,0 +1,133 @@
+"""Starts the other ranks, here or by ssh, and waits until they have come."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.ranks.channel import Address, Meeting, Ranks, join
+from headrace.ranks.layout import Layout, RankHost
+
+logger = logging.getLogger(__name__)
+
+START_S = 120.0
+"""Time for the others to come: they import MLX first, maybe from a slow disk."""
+
+END_S = 3.0
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a new rank reads from its standard input, as one line of JSON: nothing of it is seen in a list of
+    processes."""
+
+    rank: int
+    address: Address
+    layout: Layout
+
+    def line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    def accept(self) -> Ranks:
+        """Raises OSError, and AuthenticationError."""
+        return join(self.address, self.rank, self.layout)
+
+
+def read_invitation(line: str) -> Invitation:
+    found: dict[str, Any] = json.loads(line)
+    layout = found["layout"]
+    hosts = tuple(RankHost(host["ip"], host["ssh"], tuple(host["rdma"])) for host in layout["hosts"])
+    return Invitation(
+        found["rank"], Address(**found["address"]), Layout(layout["backend"], hosts, tuple(layout["ports"]))
+    )
+
+
+class Team:
+    """The processes of the other ranks."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> Ranks:
+        """Raises ConfigError if one can't be started, or doesn't come."""
+        try:
+            meeting = Meeting(self._layout)
+        except OSError as error:
+            raise ConfigError(f"--ranks: can't listen for the other ranks: {error.strerror or error}") from error
+        try:
+            for rank in range(1, self._layout.size):
+                self._invite(Invitation(rank, meeting.address, self._layout))
+            return self._gather(meeting)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            meeting.close()
+
+    def _invite(self, invitation: Invitation) -> None:
+        words = [sys.executable, "-m", "headrace.cli.rank"]
+        ssh = self._layout.hosts[invitation.rank].ssh
+        command = words if ssh is None else ["ssh", "-o", "BatchMode=yes", ssh, shlex.join(words)]
+        try:
+            # a session of its own: Ctrl-C is rank 0's to handle
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        except OSError as error:
+            raise ConfigError(f"--ranks: {command[0]} can't be started: {error.strerror}") from error
+        self._processes.append(process)
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            stdin.write(invitation.line().encode())
+
+    def _gather(self, meeting: Meeting) -> Ranks:
+        found: list[Ranks] = []
+        failed: list[OSError] = []
+
+        def gather() -> None:
+            try:
+                found.append(meeting.gather())
+            except (OSError, EOFError) as error:
+                failed.append(OSError(str(error)))
+
+        waiting = threading.Thread(target=gather, name="headrace-ranks", daemon=True)
+        waiting.start()
+        until = time.monotonic() + START_S
+        while waiting.is_alive():
+            waiting.join(_POLL_S)
+            for rank, process in enumerate(self._processes, start=1):
+                if (code := process.poll()) is not None:
+                    raise ConfigError(f"--ranks: rank {rank} has ended with {code} before it came")
+            if time.monotonic() > until:
+                raise ConfigError(f"--ranks: not all ranks have come within {START_S:g} s")
+        if not found:
+            raise ConfigError(f"--ranks: the ranks could not be gathered: {failed[0]}")
+        return found[0]
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        return [process.poll() for process in self._processes]
+
+    def end(self) -> None:
+        """Those that don't end by themselves now are killed."""
+        _end(self._processes)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    until = time.monotonic() + END_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

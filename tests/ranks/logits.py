@@ -1,0 +1,64 @@
+"""`python tests/ranks/logits.py FAMILY...`: what tiny models compute on two ranks and on one, a line of JSON for each.
+
+Runs as each of the two ranks; MLX finds the other by MLX_RANK and MLX_HOSTFILE.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from models import tiny
+from models.mixed_steps import MixedSteps
+
+from headrace.backend.kernels import Kernels
+from headrace.errors import ModelError
+from headrace.models.selfcheck import check
+from headrace.models.sharding import shard
+from headrace.models.source import read_files
+
+LENGTHS = (12, 23, 31)
+
+
+def compare(name: str, folder: Path, group: mx.distributed.Group) -> dict[str, object]:
+    files = read_files(name, tiny.save(name, folder / f"{name}-{group.rank()}"))
+    model = tiny.build(name)
+    whole_bytes = num_bytes(model)
+    vocab_size = model(mx.array([[0]])).shape[-1]
+    random = np.random.default_rng(3)
+    prompts = [random.integers(0, vocab_size, length).tolist() for length in LENGTHS]
+    expected = [tiny.reference(model, prompt) for prompt in prompts]
+    try:
+        shard(model, files, group)
+    except ModelError as error:
+        return {"refused": error.message}
+    mx.eval(model.parameters())
+    checked = check(model, Kernels("fast", "cpu"), vocab_size, "float32")
+    got = MixedSteps(checked.packed, prompts, vocab_size).run()
+    pairs = list(zip(got, expected, strict=True))
+    return {
+        "difference": max(float(mx.abs(one - other).max()) for one, other in pairs),
+        "same_ids": all(bool(mx.array_equal(mx.argmax(one, -1), mx.argmax(other, -1))) for one, other in pairs),
+        "share_of_weights": num_bytes(model) / whole_bytes,
+        "levels": sorted({level.value for level in checked.packed.levels.values()}),
+    }
+
+
+def num_bytes(model: object) -> int:
+    return sum(array.nbytes for array in tiny.parameters(model).values())  # type: ignore[arg-type]
+
+
+def main(folder: Path, names: list[str]) -> None:
+    group = mx.distributed.init(strict=True, backend="ring")
+    for name in names:
+        found = compare(name, folder, group)
+        if group.rank() == 0:
+            sys.stdout.write(json.dumps({"family": name, **found}) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,134 @@
+"""`headrace serve --ranks 2` as users start it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+QUESTION = {"messages": [{"role": "user", "content": "What is 12 plus 30?"}], "temperature": 0, "max_tokens": 40}
+STORY = {**QUESTION, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+PATIENCE_S = 300.0
+
+
+class Server:
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8")
+
+    @property
+    def url(self) -> str:
+        return re.findall(r" is served at (\S+)", self.log)[0]
+
+    def ask(self) -> dict[str, Any]:
+        answer = httpx.post(f"{self.url}/chat/completions", json=QUESTION, timeout=PATIENCE_S)
+        assert answer.status_code == 200
+        found: dict[str, Any] = answer.json()
+        return found
+
+    @property
+    def other_ranks(self) -> list[Path]:
+        """In /proc."""
+        listed = subprocess.run(["pgrep", "-P", str(self.process.pid)], stdout=subprocess.PIPE, text=True).stdout
+        children = [Path("/proc") / each for each in listed.split()]
+        return [each for each in children if "headrace.cli.rank" in (each / "cmdline").read_text()]
+
+
+def wait_for(condition: Any, server: Server) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, server.log
+        time.sleep(0.2)
+
+
+@contextmanager
+def serving(log: Path, *words: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", "headrace", "serve", "miniature", "--port", "0", *words]
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, text=True) as process:
+        server = Server(process, log)
+        try:
+            wait_for(lambda: process.poll() is not None or " is served at " in server.log, server)
+            assert process.poll() is None, server.log
+            yield server
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("split") / "log", "--ranks", "2") as server:
+        yield server
+
+
+def test_it_answers_as_one_rank_does_with_drafts_and_from_the_cache(split: Server, tmp_path: Path) -> None:
+    with serving(tmp_path / "log") as whole:
+        expected = whole.ask()
+    answers = [split.ask(), split.ask()]
+    for answer in answers:
+        assert answer["choices"] == expected["choices"]
+    assert answers[0]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert "images and videos" in re.findall("^missing: .*", split.log, re.MULTILINE)[0]
+
+
+def test_a_signal_ends_all_ranks_without_a_complaint(split: Server) -> None:
+    others = split.other_ranks
+    assert len(others) == 1
+    split.process.send_signal(signal.SIGTERM)
+    assert split.process.wait(PATIENCE_S) == 0
+    assert not any(each.exists() for each in others)
+    assert "ended" not in split.log
+
+
+def test_when_another_rank_is_killed_streams_end_with_an_error_and_the_server_with_them(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", "--ranks", "2") as server:
+        lines: list[str] = []
+        with httpx.stream("POST", f"{server.url}/chat/completions", json=STORY, timeout=PATIENCE_S) as answer:
+            (other,) = server.other_ranks
+            for line in answer.iter_lines():
+                lines.append(line)
+                if len(lines) == 10:
+                    os.kill(int(other.name), signal.SIGKILL)
+        assert "rank 1 has ended" in [line for line in lines if line][-1]
+        assert server.process.wait(PATIENCE_S) == 2
+        assert "headrace: the engine is not running: rank 1 has ended" in server.log
+
+
+@pytest.mark.slow
+def test_when_rank_0_is_killed_the_others_end(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", "--ranks", "2") as server:
+        (other,) = server.other_ranks
+        server.process.kill()
+        server.process.wait(PATIENCE_S)
+        wait_for(lambda: not other.exists(), server)
+        assert "rank 0 has ended" in server.log
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "1"], "--ranks must be at least 2"),
+        (["--ranks", "nowhere.json"], "nowhere.json is no number, and no file can be read there"),
+        (["--ranks-backend", "ring"], "--ranks-backend has no effect without --ranks"),
+        (["--ranks", "2", "--cache-dir", "."], "--cache-dir is not supported with --ranks"),
+    ],
+)
+def test_what_ranks_can_not_do_is_refused(words: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "headrace", "serve", "miniature", "--port", "0", *words]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 2
+    assert message in ended.stdout
