@@ -302,12 +302,13 @@ class Engine:
 
     def _lost(self, reason: str) -> None:
         """Another rank has ended; the thread may wait for it in MLX, and then does so for ever."""
-        logger.error("%s", reason)
-        self._death, error = reason, EngineDead(f"the engine is not running: {reason}")
-        if not self._is_ready.is_set():
+        error = EngineDead(f"the engine is not running: {reason}")
+        if not self._is_ready.is_set() and not self._is_ready.wait(_END_S):  # it may have a better reason itself
             self._launch_error = error
             self._is_ready.set()
-        elif self._loop is not None:
+        if self._loop is not None:
+            logger.error("%s", reason)
+            self._death = reason
             self._loop.fail_all(error)
         self._is_over.set()
 

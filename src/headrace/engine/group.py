@@ -53,9 +53,9 @@ def for_ranks(config: Config, files: ModelFiles) -> Config:
     """The configuration without what is not split over ranks. Raises ConfigError for what was asked for."""
     for name in ("cache_dir", "sparse_draft", "draft_model"):
         if getattr(config.engine, name) is not None:
-            raise ConfigError(f"{name} is not supported with ranks", param=name)
+            raise ConfigError(f"{name} is not supported with --ranks", param=name)
     if config.models.adapter:
-        raise ConfigError("adapter is not supported with ranks", param="adapter")
+        raise ConfigError("adapter is not supported with --ranks", param="adapter")
     if files.recipe is not None:
         raise ConfigError(f"{files.name} makes no text, and such models are not supported with ranks", param="ranks")
     return replace(config, models=replace(config.models, vision="off"))
