@@ -104,7 +104,7 @@ async def run(split: Engine, whole: Engine, planned: list[Planned]) -> dict[str,
         "num_running": status.num_running,
         "num_preemptions": status.counters.num_preemptions,
         "num_cached": status.cache.num_hit_tokens,
-        "num_accepted": status.counters.drafts.num_accepted,
+        "num_drafted": status.counters.drafts.num_drafted,
     }
 
 
@@ -118,6 +118,8 @@ def main(model: str, seed: int, number: int) -> None:
     text = configured_text_pipeline(config)
     whole = Engine.launch(replace(config, engine=replace(config.engine, prefix_cache="off")), text.constraints)
     prepare.state_budget = lambda memory_bytes, utilization: STATE_BYTES  # type: ignore[assignment]
+    # drafts seem to cost nothing, on all ranks, so that there are always some
+    prepare.LeadingRunner.step_s = property(lambda runner: 1.0)  # type: ignore[assignment]
     split = Engine.launch(config, text.constraints, ranks)
     planned = plan(seed, number, whole.model.tokens.end, frozenset(whole.model.eos_token_ids))
     found = asyncio.run(run(split, whole, planned))

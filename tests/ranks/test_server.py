@@ -74,13 +74,12 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def test_it_answers_as_one_rank_does_with_drafts_and_from_the_cache(split: Server, tmp_path: Path) -> None:
+def test_it_answers_as_one_rank_does_and_from_its_cache(split: Server, tmp_path: Path) -> None:
     with serving(tmp_path / "log") as whole:
         expected = whole.ask()
     answers = [split.ask(), split.ask()]
     for answer in answers:
         assert answer["choices"] == expected["choices"]
-    assert answers[0]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert "images and videos" in re.findall("^missing: .*", split.log, re.MULTILINE)[0]
 

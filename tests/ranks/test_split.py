@@ -95,6 +95,7 @@ def program(model: str, seed: int, num_requests: int) -> dict[str, Any]:
     assert found["num_running"] == 0
     assert found["exit_codes"] == [0]
     assert found["num_cached"] > 0
+    assert found["num_drafted"] > 0
     return found
 
 
