@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from headrace.cli.configured import configured_text_pipeline
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine import prepare
+from headrace.engine import memory, prepare
 from headrace.engine.engine import Engine
 from headrace.ranks.layout import read_layout
-from headrace.ranks.start import Team
+from headrace.ranks.start import start_ranks
 from headrace.types.request import (
     GREEDY,
     Boundary,
@@ -112,22 +112,19 @@ def main(model: str, seed: int, number: int) -> None:
     config = Config(
         model, ModelConfig(vision="off"), EngineConfig(max_num_seqs=4, prefill_chunk=64, gpu_memory_utilization=0.5)
     )
-    team = Team(read_layout("2", "ring"))
-    ranks = team.start()
+    ranks = start_ranks(read_layout("2", "ring"))
     ranks.tell(config)
     text = configured_text_pipeline(config)
     whole = Engine.launch(replace(config, engine=replace(config.engine, prefix_cache="off")), text.constraints)
-    prepare.state_budget = lambda memory_bytes, utilization: STATE_BYTES  # type: ignore[assignment]
+    memory.state_budget = lambda memory_bytes, utilization: STATE_BYTES  # type: ignore[assignment]
     # drafts seem to cost nothing, on all ranks, so that there are always some
     prepare.LeadingRunner.step_s = property(lambda runner: 1.0)  # type: ignore[assignment]
-    split = Engine.launch(config, text.constraints, ranks)
+    split = Engine.launch(config, text.constraints, ranks=ranks)
     planned = plan(seed, number, whole.model.tokens.end, frozenset(whole.model.eos_token_ids))
     found = asyncio.run(run(split, whole, planned))
     split.stop()
     whole.stop()
-    team.end()
     found["bytes_per_message"] = ranks.traffic.num_bytes / ranks.traffic.num_messages
-    found["exit_codes"] = team.exit_codes
     sys.stdout.write(json.dumps(found) + "\n")
 
 

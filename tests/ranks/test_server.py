@@ -16,7 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
-QUESTION = {"messages": [{"role": "user", "content": "What is 12 plus 30?"}], "temperature": 0, "max_tokens": 40}
+RULES = "You answer sums. " + "Write the whole sum, then its result, and nothing else. " * 5
+QUESTION = {
+    "messages": [{"role": "system", "content": RULES}, {"role": "user", "content": "What is 12 plus 30?"}],
+    "temperature": 0,
+    "max_tokens": 40,
+}
 STORY = {**QUESTION, "max_tokens": 3000, "ignore_eos": True, "stream": True}
 PATIENCE_S = 300.0
 

@@ -93,7 +93,6 @@ def program(model: str, seed: int, num_requests: int) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(ended.stdout)
     assert found["different"] == []
     assert found["num_running"] == 0
-    assert found["exit_codes"] == [0]
     assert found["num_cached"] > 0
     assert found["num_drafted"] > 0
     return found

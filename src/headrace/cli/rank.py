@@ -42,7 +42,7 @@ def _run(invitation: Invitation) -> int:
     config = ranks.hear()
     logger.setLevel(config.server.log_level.upper())
     text = configured.configured_text_pipeline(config)
-    engine = engine_module.Engine.launch(config, text.constraints, ranks)
+    engine = engine_module.Engine.launch(config, text.constraints, ranks=ranks)
     engine.wait_for_end()
     return 0 if ranks.has_ended_well else 2
 

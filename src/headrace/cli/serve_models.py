@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
+from headrace.backend.device import current
 from headrace.cli.configured import configured_session, configured_text_pipeline, without_missing_vision
 from headrace.cli.progress import loading_text, preparing_text
 from headrace.cli.progress_line import Waiting
 from headrace.cli.serve_plan import PlannedModel, ServePlan
-from headrace.config import Config
+from headrace.config import Config, ServerConfig
 from headrace.config_loading import with_suggestion
 from headrace.engine.engine import Engine, device_memory
+from headrace.engine.group import refuse_with_ranks
 from headrace.engine.prepare import held_weights_bytes, local_files, model_name
 from headrace.engine.turns import DeviceTurns
 from headrace.errors import ConfigError, HeadraceError, ModelError
+from headrace.ranks.channel import Ranks
+from headrace.ranks.layout import read_layout
+from headrace.ranks.start import start_ranks
 from headrace.session.embeddings import AnySession
 from headrace.session.model_entry import ModelEntry, ModelSource
 from headrace.session.models import Models
@@ -35,6 +41,8 @@ def served_models(plan: ServePlan) -> Models:
     _check(entries, plan.config.server.keep)
     total = None
     if len(entries) > 1:
+        if any(planned.config.server.ranks is not None for planned in plan.models):
+            raise ConfigError("--ranks splits one model, and several are served")
         kinds = {planned.config.models.numerics for planned in plan.models}
         if len(kinds) > 1:
             raise ConfigError("--numerics holds for the whole process: it must be the same for all models")
@@ -98,12 +106,27 @@ def load_session(config: Config, turns: DeviceTurns, share: MemoryShare | None) 
     """Load a model. Raises ModelError and ConfigError."""
     config = without_missing_vision(config)
     text = configured_text_pipeline(config)
-    engine = Engine.launch(config, None if text is None else text.constraints, turns=turns, share=share)
+    constraints = None if text is None else text.constraints
+    engine = Engine.launch(config, constraints, turns=turns, share=share, ranks=other_ranks(config))
     try:
         return configured_session(config, engine, text)
     except BaseException:
         engine.stop()
         raise
+
+
+def other_ranks(config: Config) -> Ranks | None:
+    """Start the processes that share the model; None where it is not split. Raises ConfigError."""
+    if config.server.ranks is None:
+        return None
+    refuse_with_ranks(config)
+    backend = config.server.ranks_backend
+    if backend == "auto":
+        backend = "nccl" if current().kind == "cuda" else "ring"
+    ranks = start_ranks(read_layout(config.server.ranks, backend))
+    # the server's key and addresses stay here
+    ranks.tell(replace(config, server=ServerConfig(log_level=config.server.log_level)))
+    return ranks
 
 
 def _outline(config: Config) -> ModelOutline:

@@ -191,6 +191,8 @@ class Engine:
         engine._is_ready.wait()
         if engine._launch_error is not None:
             engine._thread.join(_END_S)  # it may wait in vain for another rank
+            if ranks is not None:
+                ranks.close()
             raise engine._launch_error
         return engine
 
@@ -290,6 +292,8 @@ class Engine:
         self._inbox.put(Stop())
         # a thread that waits in MLX for a rank that has ended never does
         self._thread.join(timeout_s if self._death is None else _END_S)
+        if self._ranks is not None:
+            self._ranks.close()
         return not self._thread.is_alive()
 
     def _refuse_if_dead(self) -> None:

@@ -37,28 +37,26 @@ class Together:
         """Connect the ranks. Returns the configuration for them. Raises ConfigError and ModelError on every rank."""
         if self._ranks is None:
             return config
-        config = for_ranks(config, files)
+        if files.recipe is not None:
+            raise ConfigError(f"{files.name} makes no text, and such models are not supported with --ranks")
         check_same(self._ranks, files)
         self.group = join_group(self._ranks)
         if not self._ranks.rank:
             self.lead = Lead(self._ranks, config.engine.max_num_seqs)
-        return config
+        return replace(config, models=replace(config.models, vision="off"))
 
     def least(self, num_bytes: int) -> int:
         """What every rank has."""
         return num_bytes if self._ranks is None else min(self._ranks.all(num_bytes))
 
 
-def for_ranks(config: Config, files: ModelFiles) -> Config:
-    """The configuration without what is not split over ranks. Raises ConfigError for what was asked for."""
-    for name in ("cache_dir", "sparse_draft", "draft_model"):
-        if getattr(config.engine, name) is not None:
+def refuse_with_ranks(config: Config) -> None:
+    """Raises ConfigError for what is not split over ranks."""
+    asked = {name: getattr(config.engine, name) for name in ("cache_dir", "sparse_draft", "draft_model")}
+    asked |= {name: getattr(config.models, name) for name in ("adapter", "quantize")}
+    for name, value in asked.items():
+        if value:
             raise ConfigError(f"{name} is not supported with --ranks", param=name)
-    if config.models.adapter:
-        raise ConfigError("adapter is not supported with --ranks", param="adapter")
-    if files.recipe is not None:
-        raise ConfigError(f"{files.name} makes no text, and such models are not supported with ranks", param="ranks")
-    return replace(config, models=replace(config.models, vision="off"))
 
 
 def join_group(ranks: Ranks) -> mx.distributed.Group:

@@ -97,7 +97,7 @@ class Peer:
 class Ranks:
     """This process among the ranks of its model.
 
-    peers: of rank 0 all others in order, of any other rank 0 alone.
+    peers: of rank 0 all others in order, of any other rank 0 alone. end_processes: waits for those of the others.
     Ranks take the same steps in the same order, so that calls of `all` and `first` meet. They raise EngineDead if a
     rank has ended.
     """
@@ -106,6 +106,7 @@ class Ranks:
     layout: Layout
     peers: Sequence[Peer]
     traffic: Traffic = field(default_factory=Traffic)
+    end_processes: Callable[[], None] = lambda: None
 
     @property
     def size(self) -> int:
@@ -156,10 +157,12 @@ class Ranks:
             self.tell(None)
         for peer in self.peers:
             peer.leave()
+        self.end_processes()
 
     def close(self) -> None:
         for peer in self.peers:
             peer.close()
+        self.end_processes()
 
     def _send(self, peer: Peer, message: Any) -> None:
         packed = _pickled(message)

@@ -53,7 +53,12 @@ def read_invitation(line: str) -> Invitation:
     )
 
 
-class Team:
+def start_ranks(layout: Layout) -> Ranks:
+    """This process as rank 0, with the others started. Raises ConfigError if one can't be started, or doesn't come."""
+    return _Team(layout).start()
+
+
+class _Team:
     """The processes of the other ranks."""
 
     def __init__(self, layout: Layout) -> None:
@@ -61,7 +66,6 @@ class Team:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> Ranks:
-        """Raises ConfigError if one can't be started, or doesn't come."""
         try:
             meeting = Meeting(self._layout)
         except OSError as error:
@@ -69,7 +73,9 @@ class Team:
         try:
             for rank in range(1, self._layout.size):
                 self._invite(Invitation(rank, meeting.address, self._layout))
-            return self._gather(meeting)
+            ranks = self._gather(meeting)
+            ranks.end_processes = self.end
+            return ranks
         except BaseException:
             self.end()
             raise
@@ -113,10 +119,6 @@ class Team:
         if not found:
             raise ConfigError(f"--ranks: the ranks could not be gathered: {failed[0]}")
         return found[0]
-
-    @property
-    def exit_codes(self) -> list[int | None]:
-        return [process.poll() for process in self._processes]
 
     def end(self) -> None:
         """Those that don't end by themselves now are killed."""
