@@ -1,12 +1,15 @@
-"""Several real models on one port: each answers as it does alone."""
+"""Several real models on one port: each answers as it does alone, and loading and unloading leave nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import mlx.core as mx
 import openai
 import pytest
 from loopback import serving
@@ -31,9 +34,11 @@ def plan_of(*words: str) -> ServePlan:
 async def served(plan: ServePlan) -> AsyncIterator[tuple[Models, openai.AsyncOpenAI]]:
     models = served_models(plan)
     try:
-        async with serving(models, replace(ServerConfig(), ping_interval_s=0.05)) as url:
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=600) as client:
-                yield models, client
+        async with (
+            serving(models, replace(ServerConfig(), ping_interval_s=0.05)) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=600) as client,
+        ):
+            yield models, client
     finally:
         models.stop()
 
@@ -87,5 +92,63 @@ def test_the_client_of_a_stream_that_loads_its_model_gets_keep_alives_first() ->
             assert chunks[-1].choices[0].finish_reason == "length"
             with pytest.raises(openai.NotFoundError, match="miniature-draft"):
                 await answer(client, "gpt-9", QUESTIONS[0])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_loading_and_unloading_leave_no_bytes_and_no_threads(num_rounds: int) -> None:
+    async def scenario() -> None:
+        async with served(plan_of(*SMALL)) as (models, client):
+            (first, second) = models.entries
+            held, threads = [], []
+            for _ in range(num_rounds):
+                for word in SMALL:
+                    await answer(client, word, QUESTIONS[0])
+                held.append(sum(session.memory.weights_bytes for _, session in models.loaded()))
+                await models.unload(first)
+                await models.unload(second)
+                threads.append(threading.active_count())
+                held.append(mx.get_active_memory())
+            weights, left = held[::2], held[1::2]
+            assert max(weights) <= 1.01 * min(weights)
+            assert max(left) - min(left) <= 0.01 * weights[0]
+            assert left[-1] <= 0.01 * weights[0]
+            assert threads[-1] <= threads[0]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_steps", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_random_program_of_loads_unloads_and_questions(num_steps: int) -> None:
+    async def scenario() -> None:
+        dice = random.Random(7)
+        expected = {word: await alone(word) for word in SMALL}
+        async with served(plan_of(*SMALL)) as (models, client):
+            asking: set[asyncio.Task[None]] = set()
+
+            async def ask(word: str, number: int) -> None:
+                assert await answer(client, word, QUESTIONS[number]) == expected[word][number]
+
+            for _ in range(num_steps):
+                word = dice.choice(SMALL)
+                entry = models.resolve(word).entry
+                act = dice.choice(("ask", "ask", "load", "unload", "keep", "wait"))
+                if act == "ask":
+                    asking.add(asyncio.create_task(ask(word, dice.randrange(len(QUESTIONS)))))
+                elif act == "load":
+                    await models.load(entry)
+                elif act == "unload" and not entry.num_users:
+                    await models.unload(entry)
+                elif act == "keep":
+                    entry.is_kept = not entry.is_kept
+                else:
+                    await asyncio.gather(*asking)
+                    asking.clear()
+                loaded = models.loaded()
+                total = sum(session.memory.weights_bytes + each.budget_bytes for each, session in loaded)
+                assert models.total_bytes is not None
+                assert total <= models.total_bytes
+            await asyncio.gather(*asking)
 
     asyncio.run(scenario())
