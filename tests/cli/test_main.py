@@ -239,7 +239,7 @@ def test_a_mistyped_built_in_model_is_named(
     def refuse(name: str) -> None:
         raise ModelError(f"{name!r} is neither a folder here nor a repository on Hugging Face")
 
-    monkeypatch.setattr("headrace.engine.prepare.locate", refuse)
+    monkeypatch.setattr("headrace.engine.model_files.locate", refuse)
     for name, meant in (("miniture", "; did you mean miniature?\n"), ("gpt2", "on Hugging Face\n")):
         assert main(["chat", name]) == 2
         assert capsys.readouterr().err.endswith(meant)

@@ -20,6 +20,7 @@ from headrace.engine.loop import Loop
 from headrace.engine.runner import Runner
 from headrace.engine.sparse import draft as draft_module
 from headrace.engine.sparse.draft import Importance, SparseDraft
+from headrace.engine.turns import DeviceTurns
 from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError, RequestCancelled
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner
@@ -120,7 +121,8 @@ class Scenario:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, draft: Path) -> None:
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.loop: Loop = prepare_module.prepare(config(folder, draft), self.inbox, None)[0]
+        given = config(folder, draft), self.inbox, None, DeviceTurns(), None, None
+        self.loop: Loop = prepare_module.prepare(*given)[0]  # type: ignore[assignment]
         self.heard: list[Accepted | TokenOutput | HeadraceError] = []
         self.num_steps = 0
         self.at_step: dict[int, Callable[[], None]] = {}

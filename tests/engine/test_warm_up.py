@@ -25,7 +25,8 @@ from headrace.engine.engine import Engine
 from headrace.engine.head_check import load_head_check
 from headrace.engine.loop import Loop
 from headrace.engine.pool import PrefixPool
-from headrace.engine.warm_up import RowDrafts, Served, WarmUp, WarmUpPiece, pieces_for
+from headrace.engine.warm_up import Served, WarmUp
+from headrace.engine.warm_up_pieces import RowDrafts, WarmUpPiece, pieces_for
 from headrace.errors import EngineDead
 from headrace.models import compiled
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead

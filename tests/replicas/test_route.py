@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.replicas.route import HEAD_BYTES, Route, has_routed_body, route_of
+from headrace.replicas.route import HEAD_BYTES, ConversationRoute, has_routed_body, route_of
 
 CHAT, MESSAGES, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"
 
@@ -17,7 +17,7 @@ ANSWER = {"role": "assistant", "content": "A server."}
 NEXT = {"role": "user", "content": "How is it tested?"}
 
 
-def route(path: str, body: Any, headers: Mapping[str, str] | None = None) -> Route:
+def route(path: str, body: Any, headers: Mapping[str, str] | None = None) -> ConversationRoute:
     return route_of(path, headers or {}, json.dumps(body).encode()[:HEAD_BYTES])
 
 
@@ -71,7 +71,7 @@ def test_a_session_counts_more_than_the_messages() -> None:
 @pytest.mark.parametrize("id", ["resp_00-rk3x9qa0z", "resp_00-rk3x9qa0z-1"])
 def test_a_stored_response_and_a_running_request_are_on_the_replica_that_their_ids_name(id: str) -> None:
     for path in (f"/v1/responses/{id}", f"/v1/responses/{id}/cancel", f"/v1/requests/{id}/cancel"):
-        assert route_of(path, {}, b"") == Route(replica="k3x9qa0z")
+        assert route_of(path, {}, b"") == ConversationRoute(replica="k3x9qa0z")
     assert route(RESPONSES, {"previous_response_id": id, "input": "go on"}).replica == "k3x9qa0z"
     assert route(RESPONSES, {"input": [{"type": "item_reference", "id": id}]}).replica == "k3x9qa0z"
     # even if the conversation has a session
@@ -79,13 +79,13 @@ def test_a_stored_response_and_a_running_request_are_on_the_replica_that_their_i
 
 
 def test_a_client_can_name_a_replica() -> None:
-    assert route_of("/v1/status", {"x-headrace-replica": "k3x9qa0z"}, b"") == Route(replica="k3x9qa0z")
+    assert route_of("/v1/status", {"x-headrace-replica": "k3x9qa0z"}, b"") == ConversationRoute(replica="k3x9qa0z")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b'{"messages": 3.5}', b'{"messages": null}', b"{}"])
 def test_bodies_without_a_conversation_have_no_key(body: bytes) -> None:
     """Their replica refuses them."""
-    assert route_of(CHAT, {}, body) == Route()
+    assert route_of(CHAT, {}, body) == ConversationRoute()
 
 
 def test_a_conversation_that_outgrows_what_is_read_keeps_its_key() -> None:
@@ -97,8 +97,13 @@ def test_a_conversation_that_outgrows_what_is_read_keeps_its_key() -> None:
 
 
 def test_a_route_passes_through_a_header() -> None:
-    for each in (Route(), Route("k3x9qa0z"), Route(key="0" * 32), Route("k3x9qa0z", "0" * 32)):
-        assert Route.decoded(each.encoded()) == each
+    for each in (
+        ConversationRoute(),
+        ConversationRoute("k3x9qa0z"),
+        ConversationRoute(key="0" * 32),
+        ConversationRoute("k3x9qa0z", "0" * 32),
+    ):
+        assert ConversationRoute.decoded(each.encoded()) == each
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
+from headrace.types.metric import metrics_of
 from headrace.types.model import ModelDescription
 from headrace.types.recent import ErrorStatus
-from headrace.types.status import CacheStatus, EngineStatus, ModelStatus, ProcessStatus, WarmUpStatus, metrics_of
+from headrace.types.status import CacheStatus, EngineStatus, ModelStatus, ProcessStatus, WarmUpStatus
 
 
 def status_body(

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.cli.installed import vision_advice
 from headrace.config import Config, DefaultsConfig, MediaConfig
 from headrace.engine.engine import Engine
-from headrace.engine.prepare import model_files
+from headrace.engine.model_files import model_files
 from headrace.errors import ConfigError, ModelError
 from headrace.session.embeddings import AnySession, EmbeddingSession
 from headrace.session.models import Models

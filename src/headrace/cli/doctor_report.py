@@ -25,7 +25,7 @@ from headrace.backend.kernel_times import kernel_times
 from headrace.config import DEFAULT_MODEL, Config
 from headrace.engine.engine import Engine
 from headrace.engine.measurement import LONGEST_S, Event, Prompts, measure_mlx_lm, rates
-from headrace.engine.prepare import model_files
+from headrace.engine.model_files import model_files
 from headrace.errors import ConfigError
 from headrace.types.model import ModelDescription
 from headrace.types.request import GREEDY, GenerationRequest

@@ -12,7 +12,7 @@ from headrace.backend.device import memory_in_use
 from headrace.cli.download_progress import downloading_text
 from headrace.cli.progress_line import ProgressLine
 from headrace.config import Config
-from headrace.engine.prepare import held_weights_bytes
+from headrace.engine.model_files import held_weights_bytes
 from headrace.errors import HeadraceError
 from headrace.session.models import Models
 from headrace.types.status import Phase, RequestStatus

@@ -13,9 +13,9 @@ from headrace.cli.configured import (
 from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
-from headrace.engine.prepare import model_files
+from headrace.engine.model_files import model_files
 from headrace.errors import ConfigError
-from headrace.replicas.loaded import Loaded
+from headrace.replicas.loaded import LoadedReplica
 from headrace.server.log_format import use_log_format
 from headrace.server.run import base_url, open_listener
 
@@ -36,11 +36,11 @@ def run(config: Config) -> None:
     serve_replicas(config, load, port, lambda: print(f"{name} is served at {url}/v1", flush=True))
 
 
-def load(config: Config) -> Loaded:
+def load(config: Config) -> LoadedReplica:
     """In a replica's process."""
     config = without_missing_vision(config)
     text = configured_text_pipeline(config)
     engine = Engine.launch(config, None if text is None else text.constraints)
     session = configured_session(config, engine, text)
     session.start_processes()
-    return Loaded(served_models(config, session), engine.stop)
+    return LoadedReplica(served_models(config, session), engine.stop)

@@ -17,7 +17,7 @@ from headrace.config import Config, ServerConfig
 from headrace.config_loading import with_suggestion
 from headrace.engine.engine import Engine, device_memory
 from headrace.engine.group import refuse_with_ranks
-from headrace.engine.prepare import held_weights_bytes, local_files, model_name
+from headrace.engine.model_files import held_weights_bytes, local_files, model_name
 from headrace.engine.turns import DeviceTurns
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.ranks.channel import Ranks

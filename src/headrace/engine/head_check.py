@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace.backend import blas, device
 from headrace.config import Config
-from headrace.engine.prepare import model_files
+from headrace.engine.model_files import model_files
 from headrace.errors import ModelError
 from headrace.models.load import load
 from headrace.models.mtp_head import MtpHead, load_head

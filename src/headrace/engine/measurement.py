@@ -16,7 +16,7 @@ from headrace.backend import blas, device
 from headrace.backend.kernels import Kernels
 from headrace.backend.operations import metal_launches
 from headrace.config import Config
-from headrace.engine.prepare import model_files
+from headrace.engine.model_files import model_files
 from headrace.models.packed import PackedModel, Row
 from headrace.models.selfcheck import check
 from headrace.models.weights import hold, load_weights

@@ -134,7 +134,7 @@ class LeadingRunner(Runner):
         self._result = StepResult(())
 
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> StepResult:
-        new = [chunk.request_id for chunk in plan.chunks if not self.holds(chunk.sequence_id)]
+        new = [chunk.request_id for chunk in plan.chunks if chunk.sequence_id not in self._live]
         self._lead.tell(Execute(plan, tuple([self._lead.know(requests[each]) for each in new])))
         self._result = super().execute(plan, requests)
         return self._result

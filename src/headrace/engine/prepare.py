@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +15,8 @@ from headrace.backend import blas, device
 from headrace.backend.device import Device
 from headrace.backend.mac import wire
 from headrace.config import Config
-from headrace.config_loading import set_up_libraries, with_suggestion
-from headrace.engine.adapters import load_adapters
+from headrace.config_loading import set_up_libraries
+from headrace.engine.adapters import AdapterPool, load_adapters
 from headrace.engine.commands import Command
 from headrace.engine.disk_cache import DiskLoader, open_disk_tier
 from headrace.engine.draft_model import DraftModel, load_draft_model
@@ -29,12 +27,14 @@ from headrace.engine.loop import Loop, MemoryPlan, Parts
 from headrace.engine.memory import (
     DEFAULT_CONTEXT,
     SHARED_CONTEXT,
+    LoadedBytes,
     chosen_context,
     loaded_bytes,
     sample_state,
     state_pool,
 )
 from headrace.engine.mirror import Follower, Lead, LeadingPool, LeadingRunner
+from headrace.engine.model_files import model_files
 from headrace.engine.pool import PrefixPool
 from headrace.engine.pooling import PoolingRunner
 from headrace.engine.prepare_encoder import check_knobs, longest_input, pooling_traits, prepare_encoder
@@ -45,14 +45,9 @@ from headrace.engine.turns import DeviceTurns
 from headrace.engine.warm_up import WarmUp, prepare_warm_up
 from headrace.errors import ModelError
 from headrace.grammar.factory import ConstraintFactory
-from headrace.models.built_in import IN_PACKAGE, built_in_folder
-from headrace.models.hub import local_copy
-from headrace.models.in_use import hold
 from headrace.models.load import LoadedModel, load
-from headrace.models.preview import Preview, foresee, preview_folder, preview_on_hub
 from headrace.models.quantized import Quantization
-from headrace.models.smollm2 import fetch, is_fetched
-from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
+from headrace.models.source import ModelFiles
 from headrace.models.vision import load_tower
 from headrace.models.vlm import Tower, VlmWrapper, whole_tower
 from headrace.ranks.channel import Ranks
@@ -61,6 +56,7 @@ from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.stages import Stage
 from headrace.state.disk import DiskTier
 from headrace.state.sequence import StateCost
+from headrace.state.slabs import StatePool
 from headrace.types.memory import MemoryShare, ModelMemory
 from headrace.types.model import AdapterDescription, ModelDescription
 
@@ -109,69 +105,100 @@ def prepare(
         check_knobs(config, files)
     if files.is_encoder:
         return prepare_encoder(config, files, inbox, here, (*_device_lines(here, products),), turns, share)
-    # how weights are held depends on the memory that they may take
-    its_own = here if share is None else replace(here, memory_bytes=min(here.memory_bytes, share.num_bytes))
-    loaded = _load(config, files, its_own, constraints, together.group)
-    as_held = replace(config, models=replace(config.models, dtype=loaded.dtype))
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
-    is_pooling = files.recipe is not None
-    draft, drafter = _find_drafts(config, files, loaded, here)
-    of_drafting = as_held, files, loaded, drafter, here, chunk, together.clock
-    drafting = DrafterSetup(None, None, ()) if is_pooling else prepare_drafting(*of_drafting)
-    found = None if is_pooling else _find_tower(config, files, loaded, here)
-    taken = files.name, *config.server.served_model_name
-    adapters, named_adapters = load_adapters(config.models.adapter, taken, loaded)
-    roots = (loaded.packed, drafting, found, draft, drafter)
-    held = loaded_bytes(here, knobs.gpu_memory_utilization, share, roots, adapters.num_bytes)
+    whole = _load_parts(config, files, here, constraints, share, together, chunk)
+    loaded, drafting, draft, held = whole.model, whole.drafting, whole.sparse_draft, whole.memory
     wired = () if here.mac is None else (wire(here.mac, knobs.wired, held.weights_bytes + held.others_bytes),)
     budget_bytes = together.least(held.budget_bytes)
-    sample = sample_state(loaded.packed, drafting.head)
-    cost = sample.cost()
+    cost = (sample := sample_state(loaded.packed, drafting.head)).cost()
     own_context = longest_input(files, loaded.context_length) or knobs.max_model_len or DEFAULT_CONTEXT
     of_draft = 0 if draft is None else int(budget_bytes * memory_share(draft, cost, own_context))
     memory = _memory_budget(budget_bytes - of_draft, cost, drafting)
     context_share = 1.0 if share is None else SHARED_CONTEXT
     max_model_len = chosen_context(knobs.max_model_len, own_context, memory, context_share)
-    tower = None if found is None else found[0]
-    disk = open_disk_tier(config, files.directory, loaded, drafting.origin, tower, sample, budget_bytes, here.kind)
-    adapter_lines = _adapter_lines(named_adapters, adapters.num_bytes)
-    context_line = _context_line(max_model_len, cost.num_bytes(max_model_len), memory)
-    report = (*_device_lines(here, products), *wired, *loaded.report, *adapter_lines, context_line, *drafting.report)
-    report += () if found is None else (found[1],)
-    report += () if disk is None else (disk.report,)
-    report += () if draft is None else (report_line(draft, config, of_draft),)
-    parts, stages = _make_caches(
-        config, files.name, cost, disk, tower, int(FEATURES_SHARE * budget_bytes), together.lead
+    disk = open_disk_tier(
+        config, files.directory, loaded, drafting.origin, whole.tower, sample, budget_bytes, here.kind
     )
+    context_line = _context_line(max_model_len, cost.num_bytes(max_model_len), memory)
+    report = (*_device_lines(here, products), *wired, *loaded.report, *_adapter_lines(whole), context_line)
+    report += (*drafting.report, *whole.tower_lines, *(() if disk is None else (disk.report,)))
+    report += () if draft is None else (report_line(draft, config, of_draft),)
+    parts, stages = _make_caches(config, files.name, cost, disk, whole.tower, budget_bytes, together.lead)
     if draft is not None:
         window = loaded.packed.largest_window
         parts.sparse = sparse = start_sparse(config, draft, of_draft, chunk, max_model_len, parts.prefixes, window)
         stages.append(sparse)
-    scheduler = Scheduler(
-        knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue, stages=stages
-    )
+    limits = knobs.max_num_seqs, chunk, max_model_len
+    scheduler = Scheduler(*limits, memory=memory, max_queue=knobs.max_queue, stages=stages)
     pool_bytes = int(context_share * memory.budget_bytes)
     states = state_pool(loaded.packed, cost, pool_bytes, knobs.max_num_seqs, max_model_len)
-    packed, end = loaded.packed, loaded.tokens.end
-    if is_pooling:
-        warm_up = WarmUp(None, knobs.max_num_seqs, ())
-        runner: Runner = PoolingRunner(packed, end, parts.prefixes, pool=states)
-    else:
+    runner = _make_runner(files, whole, parts, constraints, states, together.lead)
+    warm_up = WarmUp(None, knobs.max_num_seqs, ())
+    if files.recipe is None:
         warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
-        of_runner = packed, end, parts.prefixes, constraints, drafting.speculator, parts.features, adapters
-        make_runner = Runner if together.lead is None else partial(LeadingRunner, together.lead)
-        runner = make_runner(*of_runner, pool=states, ahead=packed.launches_ahead)
-    report += warm_up.report
-    description = _describe(files, loaded, max_model_len, report, named_adapters, takes_media=tower is not None)
-    if draft is not None:
-        description = replace(description, sparse_draft=draft.name)
     least_bytes = of_draft + max(memory.cost(max_model_len), runner.permanent_bytes)
-    model_memory = ModelMemory(held.weights_bytes, least_bytes, held.most_bytes)
+    description = _describe(files, whole, max_model_len, (*report, *warm_up.report))
+    told = description, ModelMemory(held.weights_bytes, least_bytes, held.most_bytes)
     if ranks is not None and ranks.rank:
-        return Follower(ranks, runner, parts.prefixes, warm_up, knobs.max_num_seqs), description, model_memory
+        return Follower(ranks, runner, parts.prefixes, warm_up, knobs.max_num_seqs), *told
     plan = MemoryPlan(budget_bytes, held.weights_bytes, of_draft, held.process_bytes, here.kind != "cuda")
-    loop = Loop(runner, scheduler, parts, warm_up, plan, memory, inbox, turns)
-    return loop, description, model_memory
+    return Loop(runner, scheduler, parts, warm_up, plan, memory, inbox, turns), *told
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A model with what is loaded beside it. memory: what all of it takes, and what is left."""
+
+    model: LoadedModel
+    drafting: DrafterSetup
+    sparse_draft: DraftModel | None
+    tower: Tower | None
+    tower_lines: tuple[str, ...]
+    adapters: AdapterPool
+    named_adapters: tuple[AdapterDescription, ...]
+    memory: LoadedBytes
+
+
+def _load_parts(
+    config: Config,
+    files: ModelFiles,
+    here: Device,
+    constraints: ConstraintFactory | None,
+    share: MemoryShare | None,
+    together: Together,
+    chunk_tokens: int,
+) -> _Whole:
+    # how weights are held depends on the memory that they may take
+    its_own = here if share is None else replace(here, memory_bytes=min(here.memory_bytes, share.num_bytes))
+    loaded = _load(config, files, its_own, constraints, together.group)
+    as_held = replace(config, models=replace(config.models, dtype=loaded.dtype))
+    draft, drafter = _find_drafts(config, files, loaded, here)
+    drafting, found = DrafterSetup(None, None, ()), None
+    if files.recipe is None:
+        drafting = prepare_drafting(as_held, files, loaded, drafter, here, chunk_tokens, together.clock)
+        found = _find_tower(config, files, loaded, here)
+    taken = files.name, *config.server.served_model_name
+    adapters, named = load_adapters(config.models.adapter, taken, loaded)
+    roots = (loaded.packed, drafting, found, draft, drafter)
+    memory = loaded_bytes(here, config.engine.gpu_memory_utilization, share, roots, adapters.num_bytes)
+    tower, lines = (None, ()) if found is None else (found[0], (found[1],))
+    return _Whole(loaded, drafting, draft, tower, lines, adapters, named, memory)
+
+
+def _make_runner(
+    files: ModelFiles,
+    whole: _Whole,
+    parts: Parts,
+    constraints: ConstraintFactory | None,
+    states: StatePool,
+    lead: Lead | None,
+) -> Runner:
+    packed, end, speculator = whole.model.packed, whole.model.tokens.end, whole.drafting.speculator
+    if files.recipe is not None:
+        return PoolingRunner(packed, end, parts.prefixes, pool=states)
+    make = Runner if lead is None else partial(LeadingRunner, lead)
+    given = packed, end, parts.prefixes, constraints, speculator, parts.features, whole.adapters
+    return make(*given, pool=states, ahead=packed.launches_ahead)
 
 
 def _memory_budget(budget_bytes: int, cost: StateCost, drafting: DrafterSetup) -> MemoryBudget:
@@ -191,10 +218,11 @@ def _device_lines(here: Device, products: blas.BlasReport) -> tuple[str, ...]:
     )
 
 
-def _adapter_lines(adapters: Sequence[AdapterDescription], num_bytes: int) -> tuple[str, ...]:
-    if not adapters:
+def _adapter_lines(whole: _Whole) -> tuple[str, ...]:
+    if not whole.named_adapters:
         return ()
-    return (f"adapters: {', '.join(each.name for each in adapters)}, {num_bytes / 1e6:.1f} MB",)
+    names = ", ".join(each.name for each in whole.named_adapters)
+    return (f"adapters: {names}, {whole.adapters.num_bytes / 1e6:.1f} MB",)
 
 
 def _context_line(num_tokens: int, state_bytes: int, memory: MemoryBudget) -> str:
@@ -292,7 +320,7 @@ def _make_caches(
     cost: StateCost,
     disk: DiskTier | None,
     tower: Tower | None,
-    features_bytes: int,
+    budget_bytes: int,
     lead: Lead | None,
 ) -> tuple[Parts, list[Stage]]:
     """The caches that are on, and the stages that they are.
@@ -310,88 +338,12 @@ def _make_caches(
             parts.disk = loader = DiskLoader(disk, pool)
             stages.append(loader)
     if tower is not None:
-        parts.features = features = FeatureCache(tower, features_bytes)
+        parts.features = features = FeatureCache(tower, int(FEATURES_SHARE * budget_bytes))
         stages.append(features)
     return parts, stages
 
 
-def model_files(config: Config, name: str | None = None) -> ModelFiles:
-    """A model's folder and what its files say; fetches it if need be. Raises ModelError.
-
-    name: of a model, as on the command line; None for the configured one.
-    """
-    name = config.model if name is None else name
-    is_path = Path(name).expanduser().is_dir()
-    if (built_in := built_in_folder(name)) is not None:
-        return read_files(f"headrace-{name}", built_in)
-    if name == "smollm2" and not is_path:
-        folder = fetch(Path(config.models.model_folder).expanduser(), logger.info)
-        hold(folder)
-        return read_files("SmolLM2-135M-Instruct", folder)
-    with _built_in_suggested(name):
-        directory = locate(name)
-    return read_files(directory.name if is_path else name, directory)
-
-
-def model_name(word: str) -> str:
-    """The name of a model, as `model_files` gives it, before its files are there."""
-    if Path(word).expanduser().is_dir():
-        return Path(word).expanduser().resolve().name
-    if built_in_folder(word) is not None:
-        return f"headrace-{word}"
-    return "SmolLM2-135M-Instruct" if word == "smollm2" else word
-
-
-def local_files(config: Config) -> ModelFiles | None:
-    """As `model_files`, of a model that is on this machine already; asks no network. Raises ModelError."""
-    word = config.model
-    if Path(word).expanduser().is_dir() or built_in_folder(word) is not None:
-        return model_files(config)
-    if word == "smollm2":
-        folder = Path(config.models.model_folder).expanduser()
-        return model_files(config) if is_fetched(folder) else None
-    found = local_copy(word) if is_hub_id(word) else None
-    return None if found is None else read_files(word, found)
-
-
-@contextmanager
-def _built_in_suggested(name: str) -> Iterator[None]:
-    """Names the built-in model that a mistyped name resembles."""
-    try:
-        yield
-    except ModelError as error:
-        message = with_suggestion(error.message, name, (*IN_PACKAGE, "smollm2"))
-        if message == error.message or not is_hub_id(name):
-            raise
-        raise ModelError(message) from error
-
-
-def preview(config: Config) -> Preview:
-    """What the configured model would take, before any weight of a Hugging Face id is fetched. Raises ModelError."""
-    name = config.model
-    if name != "smollm2" and built_in_folder(name) is None and is_hub_id(name):
-        with _built_in_suggested(name):
-            return preview_on_hub(name)
-    return preview_folder(model_files(config))
-
-
-def held_weights_bytes(config: Config) -> int:
-    """Bytes that the configured model's weights will take in memory, as far as its files tell."""
-    files, here = model_files(config), device.current()
-    stored = preview_folder(files).weights_bytes
-    foreseen = foresee(files.config, item_bytes=4)
-    return stored if foreseen is None else foreseen.held_bytes(stored, config.models.dtype, here)
-
-
-def _describe(
-    files: ModelFiles,
-    loaded: LoadedModel,
-    max_model_len: int,
-    report: tuple[str, ...],
-    adapters: tuple[AdapterDescription, ...],
-    *,
-    takes_media: bool,
-) -> ModelDescription:
+def _describe(files: ModelFiles, whole: _Whole, max_model_len: int, report: tuple[str, ...]) -> ModelDescription:
     return ModelDescription(
         name=files.name,
         directory=files.directory,
@@ -400,10 +352,11 @@ def _describe(
         text_config=files.text_config,
         generation_config=files.generation_config,
         max_model_len=max_model_len,
-        tokens=loaded.tokens,
+        tokens=whole.model.tokens,
         eos_token_ids=files.eos_token_ids,
         report=report,
-        takes_media=takes_media,
-        adapters=adapters,
-        pooling=pooling_traits(files, loaded.width),
+        takes_media=whole.tower is not None,
+        adapters=whole.named_adapters,
+        pooling=pooling_traits(files, whole.model.width),
+        sparse_draft=None if whole.sparse_draft is None else whole.sparse_draft.name,
     )

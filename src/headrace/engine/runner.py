@@ -18,7 +18,15 @@ from headrace.engine.draws import Draws
 from headrace.engine.features import Features
 from headrace.engine.forward import confirm, launch_next, logits_of
 from headrace.engine.pool import PrefixCache
-from headrace.engine.windows import LiveSequence, Window, failures_of, not_drawn, open_window, params_of_choice
+from headrace.engine.windows import (
+    LiveSequence,
+    Window,
+    failures_of,
+    log_failure,
+    not_drawn,
+    open_window,
+    params_of_choice,
+)
 from headrace.errors import EngineDead, GenerationFailed
 from headrace.grammar.constraint import Constraint
 from headrace.grammar.factory import ConstraintFactory
@@ -55,16 +63,11 @@ class Runner:
         records_queries: bool = False,
         ahead: bool = False,
     ) -> None:
-        """prefixes: None without a prefix cache. constraints: None if no request may have a constraint.
+        """prefixes, constraints, speculator, features, adapters, pool: None for none, or for an empty one.
 
-        speculator: None without drafting.
-        features: None for a text model. adapters: None for none.
-        pool: where states are kept; None for a new one.
-        records_queries: see `recorded`.
-        ahead: launch steps ahead where possible (async scheduling), see `launch_next`.
+        records_queries: see `recorded`. ahead: launch steps ahead where possible (async scheduling), see `launch_next`.
         """
         assert not (ahead and records_queries), "steps launched ahead can't record queries"
-
         self._model = model
         self._vocab_size = vocab_size
         self._prefixes = PrefixCache() if prefixes is None else prefixes
@@ -95,9 +98,6 @@ class Runner:
     @property
     def preempted_bytes(self) -> int:
         return sum(live.record.num_bytes for live in self._live.values() if live.record is not None)
-
-    def holds(self, sequence_id: str) -> bool:
-        return sequence_id in self._live
 
     def recorded(self, sequence_id: str) -> tuple[SequenceState, QueryRecorder]:
         live = self._live[sequence_id]
@@ -137,7 +137,7 @@ class Runner:
         self._reports.finish(windows)
 
         def fail(window: Window, error: Exception) -> list[ChunkResult]:
-            _log_failure(window.chunk, error)
+            log_failure(window.chunk, error)
             window.live.is_sound = False
             failures.extend(failures_of(window.chunk, error))
             return []
@@ -175,7 +175,7 @@ class Runner:
         """Open each chunk's window; a row that can't (for example, no memory for a larger slot) fails alone."""
 
         def fail(chunk: Chunk, error: Exception) -> None:
-            _log_failure(chunk, error)
+            log_failure(chunk, error)
             failures.extend(failures_of(chunk, error))
 
         windows: list[Window | None] = isolate_each(chunks, partial(self._begin, requests), fail)
@@ -393,10 +393,6 @@ class Runner:
             if live.record is None:
                 live.state.release()
         self._live.clear()
-
-
-def _log_failure(chunk: Chunk, error: Exception) -> None:
-    logger.error("sequence %s failed", chunk.sequence_id, exc_info=error)
 
 
 def _forget_answer(live: LiveSequence, error: Exception) -> None:

@@ -13,144 +13,27 @@ from headrace.config import Config
 from headrace.engine.drafting import DrafterSetup
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
+from headrace.engine.warm_up_pieces import MOST_ROWS, NO_DRAFTS, PROMPT_TOKENS, WarmUpPiece, pieces_for
 from headrace.errors import EngineDead
 from headrace.isolation import isolated
 from headrace.models import compiled
 from headrace.models.load import LoadedModel
-from headrace.models.mixers.fused import MOST_TOKENS, next_power_of_two, padded_chunk_tokens, padded_chunks, padded_rows
 from headrace.models.packed import PackedModel
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafter import Drafter
-from headrace.speculate.model import LATEST_TOKENS
 from headrace.speculate.ranking import Candidate, Proposal, RankedDraft, Ranking, RowRecord, Source
 from headrace.speculate.speculator import Speculator
 from headrace.state.sequence import StateCost
-from headrace.state.slabs import SMALLEST_CAPACITY, StatePool
-from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.state.slabs import StatePool
+from headrace.types.request import Boundary, BoundaryKind, GenerationRequest
 from headrace.types.status import StepForms, WarmUpStatus
 
-_MOST_ROWS = 64
 _SHARE = 0.25
 """Of the engine's time, at most, while it has requests."""
 
-_PROMPT_TOKENS = 2 * MOST_TOKENS
-
-_MANY_SNAPSHOTS = 4
-
-_SAMPLED = replace(GREEDY, temperature=0.7, top_p=0.8, top_k=20, min_p=0.05)
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RowDrafts:
-    """Drafts of every row of a step. by_model: by the drafter, else their tokens are known before the step."""
-
-    number: int
-    by_model: bool
-
-
-_NO_DRAFTS = RowDrafts(0, by_model=False)
-_PLAIN_STEPS = (_NO_DRAFTS,) * 4
-"""The second is launched before the first one's tokens are known, the third after such a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class WarmUpPiece:
-    """Requests that start together, with prompts of `prompt_tokens`; then a step for each of `drafts`.
-
-    joining: length of a prompt that then takes the place of the oldest row; 0 for none. num_snapshots: that each prompt
-    leaves in a prefix cache, which is dropped after the piece; 0 without a cache. With one, the joining prompt begins
-    like the oldest row's.
-    """
-
-    num_rows: int
-    prompt_tokens: int = _PROMPT_TOKENS
-    sampling: SamplingParams = GREEDY
-    drafts: tuple[RowDrafts, ...] = ()
-    joining: int = 0
-    num_snapshots: int = 0
-
-    @property
-    def max_tokens(self) -> int:
-        return 8 + sum(1 + each.number for each in self.drafts)
-
-    @property
-    def num_tokens(self) -> int:
-        return max(self.prompt_tokens, self.joining) + self.max_tokens
-
-    def num_bytes(self, memory: MemoryBudget) -> int:
-        """The most that it holds at once; with a cache also records of its prompts."""
-        num_records = 1 + self.num_snapshots if self.num_snapshots else 0
-        return self.num_rows * (memory.cost(self.num_tokens) + num_records * memory.checkpoint_bytes(self.num_tokens))
-
-
-def pieces_for(
-    max_rows: int, chunk_tokens: int, max_drafts: int, *, caches: bool, prefills: bool = False
-) -> list[WarmUpPiece]:
-    """What an ordinary load needs: steps of windows, then of chunks of prompts, the smallest first.
-
-    max_rows, chunk_tokens: of a step. max_drafts: of a sequence at once. caches: whether there is a prefix cache.
-    prefills: whether a draft model processes prompts, too.
-    """
-    found: list[WarmUpPiece] = []
-    for num_rows in _sizes(padded_rows, max_rows):
-        for sampling in (GREEDY, _SAMPLED):
-            found.append(WarmUpPiece(num_rows, sampling=sampling, drafts=_PLAIN_STEPS))
-            if max_drafts:
-                found.append(WarmUpPiece(num_rows, sampling=sampling, drafts=_reading(max_drafts)))
-        windows = _sizes(next_power_of_two, 1 + max_drafts)
-        found += [WarmUpPiece(num_rows, drafts=_both(length - 1)) for length in windows[1:-1]]
-        # steps of as many tokens, whose windows may be of any length, have one form
-        found += [WarmUpPiece(num_rows, length) for length in _sizes(next_power_of_two, MOST_TOKENS)]
-        if max_drafts:
-            found += _short_prompts_beside_drafts(num_rows, max_drafts)
-    for num_rows in _sizes(padded_chunks, max_rows):
-        # conversations have several branch points; more rows rarely begin at once
-        snapshots = [each for each in (1, _MANY_SNAPSHOTS) if num_rows * each <= max(num_rows, _MOST_ROWS)] * caches
-        # so short only where the prefix cache wants something of them
-        found += [WarmUpPiece(num_rows, MOST_TOKENS, num_snapshots=each) for each in snapshots]
-        for num_tokens in _sizes(padded_chunk_tokens, chunk_tokens):
-            if num_tokens > num_rows * MOST_TOKENS:
-                found += [WarmUpPiece(num_rows, num_tokens // num_rows, num_snapshots=each) for each in (0, *snapshots)]
-    if prefills:
-        by_model, _ = _both(max_drafts)
-        lengths = [each for each in _sizes(padded_chunk_tokens, LATEST_TOKENS) if each <= chunk_tokens]
-        found += [WarmUpPiece(1, length, drafts=(by_model,)) for length in lengths]
-    # a row that moves to a larger slot, and one that is restored
-    few = SMALLEST_CAPACITY - len(_PLAIN_STEPS) // 2
-    if few <= chunk_tokens:
-        found.append(WarmUpPiece(1, few, drafts=_PLAIN_STEPS, joining=few * caches, num_snapshots=int(caches)))
-    if max_rows > 1:  # beside a row with drafts, or without
-        drafts = (RowDrafts(max_drafts, by_model=True),) if max_drafts else ()
-        found.append(WarmUpPiece(2, drafts=drafts, joining=_PROMPT_TOKENS))
-    return found
-
-
-def _short_prompts_beside_drafts(num_rows: int, max_drafts: int) -> list[WarmUpPiece]:
-    """Where they make a step larger than drafts alone do."""
-    by_model, _ = _both(max_drafts)
-    num_decoding = (num_rows - 1) * (1 + max_drafts)
-    larger = [size for size in _sizes(next_power_of_two, MOST_TOKENS) if size > next_power_of_two(1 + max_drafts)]
-    lengths = [max(1, num_rows * size // 2 + 1 - num_decoding) for size in larger]
-    return [WarmUpPiece(num_rows, drafts=(by_model,), joining=length) for length in lengths if length <= MOST_TOKENS]
-
-
-def _sizes(padded: Callable[[int], int], most: int) -> list[int]:
-    return sorted({min(padded(number), most) for number in range(1, most + 1)})
-
-
-def _both(number: int) -> tuple[RowDrafts, ...]:
-    return RowDrafts(number, by_model=True), RowDrafts(number, by_model=False)
-
-
-def _reading(number: int) -> tuple[RowDrafts, ...]:
-    """Steps with drafts, with a head prefill of one token per row, two, up to four and up to eight."""
-    by_model, known = _both(number)
-    few, more, many = _PLAIN_STEPS[:1], _PLAIN_STEPS[:2], _PLAIN_STEPS
-    return by_model, *few, by_model, *more, by_model, known, *many, by_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +159,7 @@ def prepare_warm_up(
     served = Served(packed, drafting.drafter, pool, loaded.tokens.end, memory, make_cache)
     if not packed.is_compiled:
         return WarmUp(served, knobs.max_num_seqs, ())
-    max_rows = min(knobs.max_num_seqs, _MOST_ROWS, memory.budget_bytes // memory.cost(_PROMPT_TOKENS))
+    max_rows = min(knobs.max_num_seqs, MOST_ROWS, memory.budget_bytes // memory.cost(PROMPT_TOKENS))
     most_tokens = min(chunk_tokens, compiled.MOST_TOKENS)
     prefills = drafting.drafter is not None and drafting.drafter.draft_model is not None
     found = pieces_for(max_rows, most_tokens, drafting.max_drafts, caches=knobs.prefix_cache == "on", prefills=prefills)
@@ -324,7 +207,7 @@ class _MadeUpRequests:
             if self._piece.joining:
                 self._scheduler.abort("0")
                 self._add(self._piece.joining, 0 if self._piece.num_snapshots else self._piece.num_rows)
-            self._planned.drafts = _NO_DRAFTS
+            self._planned.drafts = NO_DRAFTS
             self._step_behind_prompts()
         finally:
             self._runner.drop()
@@ -368,7 +251,7 @@ class _PlannedDrafts(Ranking):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drafts = _NO_DRAFTS
+        self.drafts = NO_DRAFTS
 
     def best(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,8 @@ from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +281,10 @@ def _following(chunk: Chunk, request: GenerationRequest) -> tuple[int, ...]:
     if request.num_prompt_logprobs is None or chunk.choice > 0:
         return ()
     return request.prompt[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
+
+
+def log_failure(chunk: Chunk, error: Exception) -> None:
+    logger.error("sequence %s failed", chunk.sequence_id, exc_info=error)
 
 
 def failures_of(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:

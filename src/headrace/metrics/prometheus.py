@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from headrace.types.status import BLOCK_TOKENS, EngineStatus, Histogram, Metric, ProcessStatus, metrics_of
+from headrace.types.metric import Metric, metrics_of
+from headrace.types.status import BLOCK_TOKENS, EngineStatus, Histogram, ProcessStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

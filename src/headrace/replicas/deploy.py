@@ -19,7 +19,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from headrace.config import Config, ReplicasConfig
 from headrace.errors import ConfigError
-from headrace.replicas.loaded import Loaded
+from headrace.replicas.loaded import LoadedReplica
 from headrace.replicas.replica import Replica
 from headrace.replicas.route import ROUTE_HEADER
 from headrace.server.run import KEEP_ALIVE_S
@@ -55,7 +55,9 @@ _SERVE_SETTINGS = {
 """Environment of Ray Serve's processes, which has no other way to set these."""
 
 
-def serve_replicas(config: Config, load: Callable[[Config], Loaded], port: int, announce: Callable[[], None]) -> None:
+def serve_replicas(
+    config: Config, load: Callable[[Config], LoadedReplica], port: int, announce: Callable[[], None]
+) -> None:
     """Serve until SIGINT or SIGTERM. `announce` is called once the replicas are ready.
 
     load: see Replica. port: one that is free. Raises ConfigError where Ray can't be used or can't start the replicas.

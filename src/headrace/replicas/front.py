@@ -42,7 +42,7 @@ class Front:
         body = _Body(receive)
         head = await body.read_head() if has_routed_body(scope["method"], scope["path"]) else b""
         headers[ROUTE_HEADER] = route_of(scope["path"], headers, head).encoded()
-        answer = _Answer(scope["path"], headers, send)
+        answer = _PassedAnswer(scope["path"], headers, send)
         await self._app({**scope, "headers": headers.raw}, body.receive, answer.send)
         await answer.end()
 
@@ -69,7 +69,7 @@ class _Body:
         return self._read.pop(0) if self._read else await self._receive()
 
 
-class _Answer:
+class _PassedAnswer:
     """Passes an answer on as it comes, and ends it with an error if its replica does not.
 
     headers: of the request.

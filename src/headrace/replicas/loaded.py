@@ -9,7 +9,7 @@ from headrace.session.models import Models
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedReplica:
     """stop: ends the engine."""
 
     models: Models

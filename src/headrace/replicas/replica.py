@@ -19,7 +19,7 @@ from headrace.config import Config
 from headrace.config_loading import set_up_libraries
 from headrace.errors import EngineDead
 from headrace.long_work import hand_over_soon
-from headrace.replicas.loaded import Loaded
+from headrace.replicas.loaded import LoadedReplica
 from headrace.replicas.peers import Combine, PeerAnswer, answer_of, combine_answers, combined
 from headrace.replicas.route import REPLICA_HEADER
 from headrace.server.app import build_app
@@ -40,7 +40,7 @@ class Replica:
     load: loads the model; importable, since Ray's processes get its name.
     """
 
-    def __init__(self, config: Config, load: Callable[[Config], Loaded]) -> None:
+    def __init__(self, config: Config, load: Callable[[Config], LoadedReplica]) -> None:
         set_up_libraries()
         logging.basicConfig(level=logging.WARNING, format=TEXT_FORMAT)
         use_log_format(config.server.log_format)

@@ -39,7 +39,7 @@ _FORM = frozenset({"type", "role", "cache_control"})
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ConversationRoute:
     """replica: the one that has what the request names, if it still runs. key: the conversation; empty for none."""
 
     replica: str = ""
@@ -49,7 +49,7 @@ class Route:
         return f"{self.replica}/{self.key}"
 
     @classmethod
-    def decoded(cls, text: str) -> Route:
+    def decoded(cls, text: str) -> ConversationRoute:
         replica, _, key = text.partition("/")
         return cls(replica, key)
 
@@ -58,16 +58,16 @@ def has_routed_body(method: str, path: str) -> bool:
     return method == "POST" and _GENERATING.fullmatch(path) is not None
 
 
-def route_of(path: str, headers: Mapping[str, str], body: bytes) -> Route:
+def route_of(path: str, headers: Mapping[str, str], body: bytes) -> ConversationRoute:
     """headers: with lower-case names. body: its first HEAD_BYTES, empty if `has_routed_body` is false."""
     if named := headers.get(REPLICA_HEADER):
-        return Route(replica=named)
+        return ConversationRoute(replica=named)
     if found := _PATH_WITH_ID.match(path):
-        return Route(replica_of(found[1]) or "")
+        return ConversationRoute(replica_of(found[1]) or "")
     fields = _fields(body)
     session = session_header(headers) or fields.get("prompt_cache_key")
     key = session if isinstance(session, str) else "\0".join(_texts(_beginning(fields)))
-    return Route(_owner(fields), _digest(key) if key else "")
+    return ConversationRoute(_owner(fields), _digest(key) if key else "")
 
 
 def _fields(body: bytes) -> dict[str, Any]:

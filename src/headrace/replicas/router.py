@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from headrace.replicas.policy import choose
-from headrace.replicas.route import Route
+from headrace.replicas.route import ConversationRoute
 
 
 class ConversationRouter(RequestRouter):
@@ -22,7 +22,7 @@ class ConversationRouter(RequestRouter):
         # Ray waits longer and longer between rounds in which no replica takes the request.
         pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        route = Route.decoded(pending_request.metadata.session_id)
+        route = ConversationRoute.decoded(pending_request.metadata.session_id)
         if route.replica in by_name:
             return [[by_name[route.replica]]]
         lengths = self.replica_queue_len_cache

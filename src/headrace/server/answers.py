@@ -30,7 +30,7 @@ from headrace.server.model_calls import Body, read_json_body
 from headrace.server.responses import ignored_headers
 from headrace.server.session_header import session_header
 from headrace.session.embeddings import text_session
-from headrace.session.models import Models, Target
+from headrace.session.models import Models, ResolvedModel
 from headrace.session.prompts import generation_ids
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest, CompletionRequest
@@ -177,7 +177,7 @@ class AnswerRoute(Generic[Asked]):
         answer.events = self._events(answer, target, call, read)
         return answer
 
-    async def _read(self, request: Request, body: Body, target: Target, traits: ModelTraits) -> Call[Asked]:
+    async def _read(self, request: Request, body: Body, target: ResolvedModel, traits: ModelTraits) -> Call[Asked]:
         call = await body.read(lambda value: self._dialect.read(value, traits))
         options = call.request.options
         options = replace(options, session=session_name(request, options.session), adapter=target.adapter)
@@ -188,7 +188,7 @@ class AnswerRoute(Generic[Asked]):
     async def _events(
         self,
         answer: _Answer,
-        target: Target,
+        target: ResolvedModel,
         call: Call[Asked],
         read: Callable[[ModelTraits], Awaitable[Call[Asked]]] | None,
     ) -> AsyncGenerator[Event, None]:

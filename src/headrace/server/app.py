@@ -44,7 +44,6 @@ def build_app(models: Models, config: ServerConfig) -> Starlette:
     responses = ResponseRoutes(models, config, live, ignored)
     response = AnswerRoute(responses.dialect(), models, config, live, ignored, handover)
     message = AnswerRoute(messages_dialect(), models, config, live, ignored, handover)
-    tokens = TokenRoutes(models, config, ignored)
     own_names = OwnNames(config.host, config.allowed_origin)
     drain, spans = Drain(), request_spans(config)
     operations = OperationRoutes(models, config, live, ignored, errors, drain, handover)
@@ -61,14 +60,11 @@ def build_app(models: Models, config: ServerConfig) -> Starlette:
             Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
             Route("/v1/responses/{id}/input_items", responses.input_items),
             Route("/v1/messages", message.answer, methods=["POST"]),
-            Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
             *_pooling_routes(PoolingRoutes(models, config, live, ignored)),
             *model_routes(models, config),
             *AdapterRoutes(models, config, ignored).routes,
             *client_routes(models, config),
-            Route("/tokenize", tokens.tokenize, methods=["POST"]),
-            Route("/tokenizer_info", tokens.tokenizer_info),
-            Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            *_tokenizer_routes(TokenRoutes(models, config, ignored)),
             Route("/v1/requests/{id}/cancel", operations.cancel, methods=["POST"]),
             Route("/v1/status", operations.status),
             Route("/v1/status/stream", operations.status_stream),
@@ -91,6 +87,15 @@ def build_app(models: Models, config: ServerConfig) -> Starlette:
     app.router.redirect_slashes = False
     app.state.feed, app.state.drain, app.state.spans = operations.feed, drain, spans
     return app
+
+
+def _tokenizer_routes(tokens: TokenRoutes) -> list[Route]:
+    return [
+        Route("/v1/messages/count_tokens", tokens.count_message_tokens, methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokens.tokenizer_info),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+    ]
 
 
 def _pooling_routes(pooling: PoolingRoutes) -> list[Route]:

@@ -13,7 +13,7 @@ from headrace.server.bookkeeping import RequestRecord
 from headrace.server.connection import while_connected
 from headrace.server.responses import parse_apart, read_body
 from headrace.session.embeddings import AnySession
-from headrace.session.models import Models, Target
+from headrace.session.models import Models, ResolvedModel
 
 Result = TypeVar("Result")
 Parsed = TypeVar("Parsed")
@@ -46,7 +46,7 @@ async def read_json_body(request: Request, max_bytes: int) -> Body:
 
 
 async def with_model(
-    request: Request, models: Models, target: Target, work: Callable[[AnySession], Awaitable[Result]]
+    request: Request, models: Models, target: ResolvedModel, work: Callable[[AnySession], Awaitable[Result]]
 ) -> Result:
     """The work's result, for routes that answer at once; the model is loaded for it. Raises ClientGone."""
     record: RequestRecord = request.state.record

@@ -46,7 +46,7 @@ RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ResolvedModel:
     """What a request's model name means. name: as the answer shows it. adapter: its name; None for none."""
 
     entry: ModelEntry
@@ -114,18 +114,18 @@ class Models:
     def loaded(self) -> tuple[tuple[ModelEntry, AnySession], ...]:
         return tuple((entry, entry.session) for entry in self.entries if entry.session is not None)
 
-    def resolve(self, name: str | None) -> Target:
+    def resolve(self, name: str | None) -> ResolvedModel:
         """The model of this name. Raises ModelNotFound, and InvalidRequest without a name."""
         for entry in self.entries:
             if name in entry.names:
-                return Target(entry, str(name))
+                return ResolvedModel(entry, str(name))
             if name in entry.adapters:
-                return Target(entry, str(name), name)
+                return ResolvedModel(entry, str(name), name)
         for entry in self.entries:
             if name == entry.source.word:
-                return Target(entry, entry.name)
+                return ResolvedModel(entry, entry.name)
         if self._takes_any_name or (name is None and len(self.entries) == 1 and not self._needs_name):
-            return Target(self.entries[0], self.entries[0].name)
+            return ResolvedModel(self.entries[0], self.entries[0].name)
         if name is None:
             raise InvalidRequest(f"model is missing; served: {', '.join(self.names)}", param="model")
         raise ModelNotFound(f"The model `{name}` does not exist; served: {', '.join(self.names)}", param="model")

@@ -4,47 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated
 
 from headrace.types.events import FinishReason, SparseUsage
 from headrace.types.media import Route
+from headrace.types.metric import Metric
 from headrace.types.recent import LookupStatus, StepHistory
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A field's name, help and type in /metrics. Counters get the suffix `_total` there.
-
-    Names and labels are vLLM's where it has the metric, so that its dashboards and autoscalers work; others begin with
-    `headrace:`.
-
-    key: of a field of (key, number) pairs, the label with the key. keys: those that are shown from the start, because
-    a counter that appears with its first event hides that event from rates.
-    location: a further label, `kind`.
-    """
-
-    name: str
-    help: str
-    type: Literal["counter", "gauge", "histogram"] = "counter"
-    key: str = ""
-    keys: tuple[str, ...] = ()
-    location: str = ""
-
-
-def metrics_of(status: object) -> tuple[tuple[str, Metric], ...]:
-    """The fields of a status, of a class below, with their metrics."""
-    return _metrics_of(type(status))  # type: ignore[arg-type]  # mypy takes the class for an instance
-
-
-@cache
-def _metrics_of(kind: type[Any]) -> tuple[tuple[str, Metric], ...]:
-    return tuple(
-        (field, each)
-        for field, hint in get_type_hints(kind, include_extras=True).items()
-        for each in getattr(hint, "__metadata__", ())
-        if isinstance(each, Metric)
-    )
 
 
 class Phase(StrEnum):
