@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from pages import PAGES, blocks, without_options
@@ -40,7 +41,12 @@ def test_there_are_some() -> None:
 
 
 @pytest.mark.parametrize(("page", "line"), commands())
-def test_a_command_parses(page: str, line: str) -> None:
+def test_a_command_parses(page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    (tmp_path / "models" / "small" / "config.json").write_text("{}")
+    (tmp_path / "models.toml").write_text("[models.miniature]\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     given = words(line)
     if given[1:] and given[0] == "bench":  # parsed by its own module, when it runs
         return

@@ -54,6 +54,7 @@ CANNOT = {
     "CONTINUE_": "a program of another maker",
     "aider": "a program of another maker",
     "LLM_USER_PATH": "a program of another maker",
+    "headrace serve Qwen/Qwen3-8B Qwen/Qwen3-Embedding": "network: gigabytes",
     "headrace launch claude": "a program of another maker; tests/cli/test_launch_clients.py runs it if it is there",
     ".venv/bin/headrace launch claude": "a program of another maker",
     "headrace launch codex": "a program of another maker",
@@ -126,6 +127,9 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
         (programs / name).chmod(0o755)
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (folder / "models").mkdir()
+    (folder / "models" / "small").symlink_to(MINIATURE)
+    (folder / "models.toml").write_text("[models.miniature]\n")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "HF_"))}
     environ |= {"HOME": str(folder), "PATH": f"{programs}:{environ['PATH']}", "HEADRACE_PORT": "0"}
     with fake_hub({"mlx-community/Qwen3-4B-4bit": MINIATURE}) as hub:
@@ -162,7 +166,7 @@ def address(server: subprocess.Popen[str]) -> str:
     shown = []
     for line in server.stdout:
         shown.append(line)
-        if (match := re.search(r"is served at (http://\S+)/v1$", line)) is not None:
+        if (match := re.search(r"(?:is|are) served at (http://\S+)/v1(?:;|$)", line)) is not None:
             return match[1]
     raise AssertionError("".join(shown))
 

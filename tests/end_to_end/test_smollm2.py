@@ -61,5 +61,7 @@ def test_a_conversation_goes_on(server_url: str) -> None:
         {"role": "user", "content": "And of Italy?"},
     ]
     with openai.OpenAI(base_url=server_url, api_key="none") as client:
-        answer = client.chat.completions.create(model="any", messages=messages, temperature=0, max_tokens=24)
+        answer = client.chat.completions.create(
+            model="SmolLM2-135M-Instruct", messages=messages, temperature=0, max_tokens=24
+        )
     assert "Rome" in (answer.choices[0].message.content or "")

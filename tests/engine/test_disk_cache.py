@@ -516,7 +516,7 @@ async def test_what_waits_to_be_written_takes_memory_from_the_cache_and_not_from
         return real(self, name, write)
 
     monkeypatch.setattr(DiskFolder, "write", hang)
-    monkeypatch.setattr("headrace.engine.prepare.state_budget", lambda memory_bytes, utilization: 3_000_000)
+    monkeypatch.setattr("headrace.engine.memory.state_budget", lambda memory_bytes, utilization: 3_000_000)
     async with engine_of(folders("llama"), tmp_path) as engine:
         for number in range(12):
             assert len((await ask(engine, tokens(200 + number, 400)))[0]) == 6

@@ -208,13 +208,13 @@ def test_a_taken_port_is_refused_before_any_model_is_loaded() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server_in_order(number: signal.Signals) -> None:
     program = textwrap.dedent("""
-        from fakes import FakeEngine, fake_session
+        from fakes import FakeEngine, fake_session, models_of
         from headrace.config import ServerConfig
         from headrace.server.run import open_listener, serve
 
         config = ServerConfig(port=0)
         with open_listener(config) as listener:
-            serve(fake_session(FakeEngine("hi")), config, listener, lambda: print("listens", flush=True))
+            serve(models_of(fake_session(FakeEngine("hi"))), config, listener, lambda: print("listens", flush=True))
         print("ended in order", flush=True)
     """)
     root = Path(__file__).parents[2]
