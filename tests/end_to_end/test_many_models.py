@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import multiprocessing
 import random
 import threading
 from collections.abc import AsyncIterator
@@ -98,6 +100,14 @@ def test_the_client_of_a_stream_that_loads_its_model_gets_keep_alives_first() ->
 
 @pytest.mark.parametrize("num_rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_loading_and_unloading_leave_no_bytes_and_no_threads(num_rounds: int) -> None:
+    # in a process of its own: MLX counts the bytes of all, and other tests leave some
+    process = multiprocessing.get_context("spawn").Process(target=load_and_unload, args=(num_rounds,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def load_and_unload(num_rounds: int) -> None:
     async def scenario() -> None:
         async with served(plan_of(*SMALL)) as (models, client):
             (first, second) = models.entries
@@ -108,13 +118,18 @@ def test_loading_and_unloading_leave_no_bytes_and_no_threads(num_rounds: int) ->
                 held.append(sum(session.memory.weights_bytes for _, session in models.loaded()))
                 await models.unload(first)
                 await models.unload(second)
+                for _ in range(100):  # a request's last objects may go a moment later
+                    if mx.get_active_memory() <= 0.01 * held[-1]:
+                        break
+                    gc.collect()
+                    await asyncio.sleep(0.05)
                 threads.append(threading.active_count())
                 held.append(mx.get_active_memory())
             weights, left = held[::2], held[1::2]
-            assert max(weights) <= 1.01 * min(weights)
-            assert max(left) - min(left) <= 0.01 * weights[0]
-            assert left[-1] <= 0.01 * weights[0]
-            assert threads[-1] <= threads[0]
+            assert max(weights) <= 1.01 * min(weights), weights
+            assert max(left) - min(left) <= 0.01 * weights[0], left
+            assert left[-1] <= 0.01 * weights[0], left
+            assert threads[-1] <= threads[0], threads
 
     asyncio.run(scenario())
 
