@@ -123,13 +123,14 @@ def load_and_unload(num_rounds: int) -> None:
                         break
                     gc.collect()
                     await asyncio.sleep(0.05)
-                threads.append(threading.active_count())
+                threads.append([each.name for each in threading.enumerate() if each.name.startswith("headrace")])
                 held.append(mx.get_active_memory())
             weights, left = held[::2], held[1::2]
             assert max(weights) <= 1.01 * min(weights), weights
             assert max(left) - min(left) <= 0.01 * weights[0], left
             assert left[-1] <= 0.01 * weights[0], left
-            assert threads[-1] <= threads[0], threads
+            assert all(each == threads[0] for each in threads), threads
+            assert "headrace-engine" not in threads[0]
 
     asyncio.run(scenario())
 
