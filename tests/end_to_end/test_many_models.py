@@ -100,7 +100,7 @@ def test_the_client_of_a_stream_that_loads_its_model_gets_keep_alives_first() ->
 
 @pytest.mark.parametrize("num_rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_loading_and_unloading_leave_no_bytes_and_no_threads(num_rounds: int) -> None:
-    # in a process of its own: MLX counts the bytes of all, and other tests leave some
+    # in a separate process: MLX counts the bytes of all, and other tests leave some
     process = multiprocessing.get_context("spawn").Process(target=load_and_unload, args=(num_rounds,))
     process.start()
     process.join()

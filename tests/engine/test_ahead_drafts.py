@@ -139,7 +139,7 @@ def asked(drafter_class: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> Aske
         launch_next(model, windows, draws, states)
         asked.num_ahead += sum(one.live.is_ahead for one in windows)
 
-    def guessed(self: Drafter, rows: Sequence[DraftRow]) -> DraftBatch:
+    def random_drafts(self: Drafter, rows: Sequence[DraftRow]) -> DraftBatch:
         own = draft(self, rows)  # so that the head processes its inputs
         if drafter_class is ModelDrafter and dice.random() < 0.5:
             return own
@@ -153,7 +153,7 @@ def asked(drafter_class: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> Aske
     monkeypatch.setattr(DepthPlanner, "plan", plan)
     monkeypatch.setattr(DepthPlanner, "prefills", prefills)
     monkeypatch.setattr(runner, "launch_next", noted)
-    monkeypatch.setattr(drafter_class, "draft", guessed)
+    monkeypatch.setattr(drafter_class, "draft", random_drafts)
     monkeypatch.setattr(admission, "SLICE_TOKENS", 4)
     return asked
 

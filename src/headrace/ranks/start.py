@@ -87,7 +87,7 @@ class _Team:
         ssh = self._layout.hosts[invitation.rank].ssh
         command = words if ssh is None else ["ssh", "-o", "BatchMode=yes", ssh, shlex.join(words)]
         try:
-            # a session of its own: Ctrl-C is rank 0's to handle
+            # a separate process session: the terminal's Ctrl-C goes to rank 0 only
             process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         except OSError as error:
             raise ConfigError(f"--ranks: {command[0]} can't be started: {error.strerror}") from error

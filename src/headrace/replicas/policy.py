@@ -18,7 +18,7 @@ SPARE_REQUESTS = 4
 def ranked(key: str, replicas: Collection[str]) -> list[str]:
     """The replicas in the key's order of preference (rendezvous hashing).
 
-    Each key has an order of its own, the same in every process. A replica that joins or leaves changes the first place
+    Each key has a separate order, the same in every process. A replica that joins or leaves changes the first place
     of only those keys that it gets or had: 1 of N.
     """
     seeded = blake2b(key.encode(), digest_size=8)

@@ -79,7 +79,7 @@ class ReplicaApp:
     """The server's application, between Ray and its routes.
 
     Ray cancels requests whose client has disconnected. The application takes a cancellation for a shutdown, so it gets
-    what a connection of its own would give it: the message that the client has disconnected.
+    what a separate connection would give it: the message that the client has disconnected.
     """
 
     def __init__(self, app: Starlette, name: str, stop: Callable[[], Awaitable[None]]) -> None:

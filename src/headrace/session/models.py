@@ -86,7 +86,7 @@ class Models:
         self._needs_name = needs_name
         self._patience_s = patience_s
         self._turn = asyncio.Lock()
-        """Of whoever loads, unloads or divides."""
+        """Held while models are loaded, unloaded, or given their memory."""
         self._changed = asyncio.Event()
         """A model may have become idle."""
         self._loads: dict[ModelEntry, asyncio.Task[None]] = {}
