@@ -78,7 +78,7 @@ def main() -> None:
     setattr(Runner, "execute", timed)  # noqa: B010
     knobs = EngineConfig(mtp=given.mtp, max_num_seqs=max(32, *(burst[0] for burst in bursts)))
     engine = Engine.launch(Config(given.model, ModelConfig(), knobs))
-    while not engine.warm_up().is_over and engine.health() is None:
+    while not engine.warm_up_status().is_over and engine.health() is None:
         time.sleep(0.1)
     print("\n".join(engine.model.report))
     asyncio.run(run(engine, bursts, given.rounds, steps))

@@ -47,6 +47,11 @@ def test_parts_are_put(case: str) -> None:
         put_tests.test_a_part_is_written_in_place(case)
 
 
+def test_parts_of_several_tables_are_put() -> None:
+    with emulation():
+        put_tests.test_parts_of_several_tables_are_written()
+
+
 def test_splits_of_rows() -> None:
     with emulation():
         attention_tests.test_splits_follow_from_the_rows_own_length()

@@ -52,10 +52,10 @@ def test_a_part_may_be_a_view_of_another_array() -> None:
 
 def test_parts_of_several_tables_are_written() -> None:
     random = np.random.default_rng(7)
-    shapes = [(1, 2, 40, 64)] * 5 + [(3, 8, 5)] * 2
+    shapes = [(1, 2, 40, 64)] * 67 + [(3, 8, 5)] * 2
     tables = [mx.array(random.integers(-99, 99, shape)).astype(mx.float16) for shape in shapes]
-    # at two places, of two shapes
-    places = [(2, 7, 9)] * 4 + [(2, 30, 10), (0, 1, 2), (0, 0, 1)]
+    # more tables than one launch takes, two places, two shapes
+    places = [(2, 7, 9)] * 66 + [(2, 30, 10), (0, 1, 2), (0, 0, 1)]
     parts: list[Part] = []
     wanted = [double(table) for table in tables]
     for table, of_table, (axis, at, number) in zip(tables, wanted, places, strict=True):

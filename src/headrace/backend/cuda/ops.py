@@ -50,13 +50,14 @@ def most_likely(logits: mx.array, otherwise: int) -> mx.array:
     return mx.where(is_fit, ids.astype(mx.int32), otherwise).squeeze(-1)
 
 
-def put(table: mx.array, axis: int, at: int, part: mx.array) -> mx.array:
-    """Changes the table's Python object, so that every reference to it has the new numbers."""
-    # what fills a table whole would become the table
-    own = part * mx.array(1, part.dtype) if part.shape == table.shape else part
-    table[(slice(None),) * axis + (slice(at, at + part.shape[axis]),)] = own
-    # computed after the write, and no view that would keep the table's memory
-    return (table.reshape(-1)[:1] != 0).astype(mx.int32)
+def put(tables: Sequence[mx.array], axis: int, at: int, parts: Sequence[mx.array]) -> mx.array:
+    """Changes the tables' Python objects, so that every reference to them has the new numbers."""
+    for table, part in zip(tables, parts, strict=True):
+        # what fills a table whole would become the table
+        own = part * mx.array(1, part.dtype) if part.shape == table.shape else part
+        table[(slice(None),) * axis + (slice(at, at + part.shape[axis]),)] = own
+    # computed after the writes, and no view that would keep a table's memory
+    return mx.stack([table.reshape(-1)[0] != 0 for table in tables]).any().astype(mx.int32)
 
 
 def collect(arrays: Sequence[mx.array], outer: int, inner: int, at: int, number: int) -> mx.array:

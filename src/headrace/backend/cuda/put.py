@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -18,6 +18,9 @@ _BYTES = _THREADS * 64
 """That a block copies, if there are not too many for one launch."""
 _MOST_BLOCKS = 1024
 
+_MOST_ARRAYS = 64
+"""Written by one launch, whose parameters are limited to 4 KB."""
+
 
 class Part(NamedTuple):
     """Values to write into `table[…, at : at + n, …]` along the axis; the rest of their shapes is the same."""
@@ -28,22 +31,24 @@ class Part(NamedTuple):
     values: mx.array
 
 
-_PUT = CudaKernel(
-    "put",
-    ("runs.cuh", "put.cuh"),
-    ("table", "at", "part"),
-    ("done",),
-    "put<AXIS>(const_cast<T*>(table), table_shape, table_ndim, at[0], part, part_shape, done);",
-)
+@cache
+def _put_kernel(num_arrays: int) -> CudaKernel:
+    tables, parts = ([f"{kind}{number}" for number in range(num_arrays)] for kind in ("table", "part"))
+    written = ", ".join(f"const_cast<T*>({name})" for name in tables)
+    body = f"T* const tables[] = {{{written}}}; const T* const parts[] = {{{', '.join(parts)}}};"
+    body += " put(plan, tables, parts, done);"
+    return CudaKernel(f"put_{num_arrays}", ("runs.cuh", "put.cuh"), ("plan", *tables, *parts), ("done",), body)
 
 
 @or_ops(ops.put)
-def _put(table: mx.array, axis: int, at: int, part: mx.array) -> mx.array:
-    outer, run = prod(table.shape[:axis]), prod(part.shape[axis:])
-    (done,) = _PUT(
-        (table, mx.array([at], mx.int32), part),
-        {"T": table.dtype, "AXIS": axis},
-        (min(_MOST_BLOCKS, -(-run * table.itemsize // _BYTES)), min(_MOST_BLOCKS, outer), 1),
+def _put(tables: Sequence[mx.array], axis: int, at: int, parts: Sequence[mx.array]) -> mx.array:
+    """Tables have one shape and type, and parts have one shape."""
+    table, number = tables[0], parts[0].shape[axis]
+    outer, inner = prod(table.shape[:axis]), prod(table.shape[axis + 1 :])
+    (done,) = _put_kernel(len(tables))(
+        [mx.array([outer, table.shape[axis], inner, at, number], mx.int32), *tables, *parts],
+        {"T": table.dtype},
+        (min(_MOST_BLOCKS, -(-number * inner * table.itemsize // _BYTES)), min(_MOST_BLOCKS, outer), len(tables)),
         _THREADS,
         (((1,), mx.int32),),
     )
@@ -51,18 +56,27 @@ def _put(table: mx.array, axis: int, at: int, part: mx.array) -> mx.array:
 
 
 def put(parts: Sequence[Part]) -> list[mx.array]:
-    """Write parts of tables in place.
+    """Write parts of tables in place; those of one shape at one place by one launch.
 
     The results, whose numbers mean nothing, have to be evaluated for the writing to happen, and before whatever reads
     the tables there. Raises ValueError for a part that does not fit.
     """
-    for table, axis, at, values in parts:
+    groups: dict[Hashable, list[Part]] = {}
+    for part in parts:
+        table, axis, at, values = part
         rests = [shape[:axis] + shape[axis + 1 :] for shape in (table.shape, values.shape)]
         if not 0 <= at <= table.shape[axis] - values.shape[axis] or rests[0] != rests[1] or table.dtype != values.dtype:
             raise ValueError(
                 f"{values.dtype} {values.shape} does not fit at {at} of axis {axis} into {table.dtype} {table.shape}"
             )
-    return [_put(*part) for part in parts if part.values.size]
+        if values.size:
+            groups.setdefault((table.shape, table.dtype, axis, at, values.shape), []).append(part)
+    written: list[mx.array] = []
+    for group in groups.values():
+        for first in range(0, len(group), _MOST_ARRAYS):
+            some = group[first : first + _MOST_ARRAYS]
+            written.append(_put([one.table for one in some], some[0].axis, some[0].at, [one.values for one in some]))
+    return written
 
 
 @cache
