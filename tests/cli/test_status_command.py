@@ -75,6 +75,28 @@ def shown(body: dict[str, Any], width: int = COLUMNS, height: int = 50) -> str:
     return out.getvalue()
 
 
+def test_ranks_are_shown_with_their_memory_and_their_time_in_collectives() -> None:
+    ranks = [
+        {"rank": 0, "host": "mac-1", "kind": "metal", "device": "a GPU", "used_bytes": 2 * 10**9},
+        {"rank": 1, "host": "mac-2", "kind": "metal", "device": "a GPU", "used_bytes": 3 * 10**9},
+    ]
+    group = {
+        "backend": "ring",
+        "ranks": [{**rank, "available_bytes": 7 * 10**9} for rank in ranks],
+        "num_messages": 4,
+        "num_message_bytes": 600,
+        "collective_s": 1.5,
+        "step_s": 6.0,
+    }
+    text = shown(body(ranks=group), width=160)
+    assert "2 over ring, 150 B a message; about 25% of step time in collectives (estimated)" in text
+    assert "rank 0   mac-1, a GPU (metal): 2.0 GB used, 7.0 GB available" in text
+    assert "rank 1   mac-2, a GPU (metal): 3.0 GB used, 7.0 GB available" in text
+    idle = {**group, "num_messages": 0, "num_message_bytes": 0, "step_s": 0.0}
+    assert "2 over ring\n" in shown(body(ranks=idle), width=160).replace(" \n", "\n")
+    assert "ranks" not in shown(body())
+
+
 def test_lines_tell_of_the_server_and_its_work() -> None:
     text = shown(body(), width=160)
     # 10 to 50 in the last five whole seconds are 30 a second; the second in progress does not count.

@@ -24,6 +24,7 @@ from headrace.api.responses_tools import REFUSED_TOOLS, UNUSED_TOOLS
 from headrace.config import ServerConfig
 from headrace.metrics.prometheus import render
 from headrace.metrics.stats import Stats
+from headrace.types.ranks import RanksStatus
 from headrace.types.status import (
     CacheStatus,
     DiskStatus,
@@ -128,7 +129,8 @@ def test_every_metric_is_listed() -> None:
     cache = CacheStatus(*[0] * 8, disk=DiskStatus(*[0] * 11))
     sparse = SparseStatus("draft", 0, 0, 0, (), 0, 0, 0, 0)
     memory, drafts = MemoryStatus(*[0] * 9), DraftStatus(max_drafts=1, num_failures=0)
-    parts = {"drafts": drafts, "sparse": sparse, "handover": HandoverStatus(0, 0, 0)}
+    ranks = RanksStatus("ring", (), 0, 0, 0.0, 0, 0.0, 0.0)
+    parts = {"drafts": drafts, "sparse": sparse, "handover": HandoverStatus(0, 0, 0), "ranks": ranks}
     status = EngineStatus(0, 0, (), memory, Stats().counters(), cache, **parts)  # type: ignore[arg-type]  # by name
     page = render({"m": status}, ProcessStatus(0, 0, 0))
     known = [line.split(" ")[2] for line in page.splitlines() if line.startswith("# TYPE")]

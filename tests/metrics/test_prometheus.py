@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.metrics.prometheus import render
 from headrace.types.media import Route
+from headrace.types.ranks import RanksStatus, RankStatus
 from headrace.types.status import (
     CacheStatus,
     Counters,
@@ -41,6 +42,10 @@ STATUS = EngineStatus(
     drafts=DraftStatus(3, 8),
     sparse=SparseStatus("small", 2, 30, 70, (("tools", 4), ("media", 0)), 1, 13, 14, 16),
     step_forms=StepForms(43, 2),
+    ranks=RanksStatus(
+        "ring", tuple(RankStatus(rank, "here", "cpu", "a CPU", 90, 60 + rank, 30 - rank) for rank in range(2)),
+        101, 102, 0.5, 103, 1.5, 6.0,
+    ),
 )  # fmt: skip
 PROCESS = ProcessStatus(uptime_s=12.5, cpu_s=3.25, peak_memory_bytes=77)
 
@@ -135,6 +140,12 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
         ("headrace:sparse_weights_bytes", 13),
         ("headrace:sparse_state_bytes", 14),
         ("headrace:sparse_records_bytes", 16),
+        ("headrace:rank_messages_total", 101),
+        ("headrace:rank_message_bytes_total", 102),
+        ("headrace:rank_message_seconds_total", 0.5),
+        ("headrace:rank_collectives", 103),
+        ("headrace:rank_collective_seconds_total", 1.5),
+        ("headrace:rank_step_seconds_total", 6),
         ("headrace:process_uptime_seconds", 12.5),
         ("headrace:process_cpu_seconds_total", 3.25),
         ("headrace:process_peak_memory_bytes", 77),
@@ -147,6 +158,13 @@ def test_each_number_stands_under_its_name(name: str, number: float) -> None:
 def test_requests_are_told_by_their_route() -> None:
     families = read(render({"m": STATUS}, PROCESS))
     assert [value(families, "headrace:requests_total", route=route) for route in ("text", "media")] == [16, 17]
+
+
+def test_each_rank_has_its_memory() -> None:
+    families = read(render({"m": STATUS}, PROCESS))
+    assert [value(families, "headrace:rank_used_bytes", rank=rank) for rank in "01"] == [60, 61]
+    assert [value(families, "headrace:rank_available_bytes", rank=rank) for rank in "01"] == [30, 29]
+    assert not [name for name in read(render({"m": replace(STATUS, ranks=None)}, PROCESS)) if "rank" in name]
 
 
 def test_a_cache_that_is_switched_off_has_no_numbers() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,9 +17,13 @@ from models.mixed_steps import MixedSteps
 
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
+from headrace.models.collectives import collectives_of
+from headrace.models.packed import PackedModel, Row
 from headrace.models.selfcheck import check
 from headrace.models.sharding import shard
 from headrace.models.source import read_files
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import StatePool
 
 LENGTHS = (12, 23, 31)
 
@@ -36,15 +41,25 @@ def compare(name: str, folder: Path, group: mx.distributed.Group) -> dict[str, o
     except ModelError as error:
         return {"refused": error.message}
     mx.eval(model.parameters())
+    foreseen = collectives_of(model)
     checked = check(model, Kernels("fast", "cpu"), vocab_size, "float32")
+    made = collectives_of(partial(step, checked.packed))
     got = MixedSteps(checked.packed, prompts, vocab_size).run()
     pairs = list(zip(got, expected, strict=True))
     return {
         "difference": max(float(mx.abs(one - other).max()) for one, other in pairs),
         "same_ids": all(bool(mx.array_equal(mx.argmax(one, -1), mx.argmax(other, -1))) for one, other in pairs),
         "share_of_weights": num_bytes(model) / whole_bytes,
+        "foresees_collectives": made == foreseen,
         "levels": sorted({level.value for level in checked.packed.levels.values()}),
     }
+
+
+def step(packed: PackedModel, ids: mx.array) -> None:
+    """A packed step of a row."""
+    state = SequenceState(StatePool())
+    state.begin(ids.size, ids.size)
+    packed.forward([Row(state, ids[0].tolist())], [ids.size - 1])
 
 
 def num_bytes(model: object) -> int:

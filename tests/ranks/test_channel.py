@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing import AuthenticationError
 
 import pytest
@@ -47,6 +49,18 @@ def test_messages_come_in_order_and_are_counted() -> None:
         assert [second.hear() for _ in range(100)] == [(number, "x" * number) for number in range(100)]
         assert first.traffic.num_messages == 100
         assert first.traffic.num_bytes > sum(range(100))
+
+
+def test_each_rank_gets_what_the_others_report() -> None:
+    with met(3) as ranks:
+        assert ranks[0].reports == [None, None]
+        for each in ranks[1:]:
+            each.report(partial(str, each.rank))
+        until = time.monotonic() + 30
+        while ranks[0].reports != ["1", "2"]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert ranks[1].reports == [None]  # rank 0 reports nothing
 
 
 def test_a_rank_that_leaves_is_no_failure_and_one_that_ends_is() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace.models.built_in import built_in_folder
+
+MINIATURE = built_in_folder("miniature") or Path()
 RULES = "You answer sums. " + "Write the whole sum, then its result, and nothing else. " * 5
 QUESTION = {
     "messages": [{"role": "system", "content": RULES}, {"role": "user", "content": "What is 12 plus 30?"}],
@@ -87,6 +92,27 @@ def test_it_answers_as_one_rank_does_and_from_its_cache(split: Server, tmp_path:
         assert answer["choices"] == expected["choices"]
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert "images and videos" in re.findall("^missing: .*", split.log, re.MULTILINE)[0]
+
+
+def test_the_status_shows_each_rank_and_its_time_in_collectives(split: Server) -> None:
+    split.ask()
+    address = split.url.removesuffix("/v1")
+    wait_for(lambda: len(httpx.get(f"{address}/v1/status").json()["ranks"]["ranks"]) == 2, split)
+    found = httpx.get(f"{address}/v1/status").json()
+    group, config = found["ranks"], json.loads((MINIATURE / "config.json").read_text())
+    assert group["backend"] == "ring"
+    assert [(each["rank"], each["host"]) for each in group["ranks"]] == [(n, socket.gethostname()) for n in range(2)]
+    # of each layer and of the embeddings, which are whole on each rank
+    assert all(each["used_bytes"] > found["memory"]["weights_bytes"] for each in group["ranks"])
+    assert all(0 < each["available_bytes"] < each["memory_bytes"] for each in group["ranks"])
+    # two sums in each layer, as in Megatron-LM
+    layers = config.get("text_config", config)["num_hidden_layers"]
+    assert group["num_collectives"] == 2 * layers
+    assert 0 < group["collective_s"] <= group["step_s"]
+    assert group["message_s"] > 0
+    assert group["num_message_bytes"] > 100 * group["num_messages"] > 0
+    metrics = httpx.get(f"{address}/metrics").text
+    assert len(re.findall(r'^headrace:rank_used_bytes\{.*rank="[01]"\} [1-9]', metrics, re.MULTILINE)) == 2
 
 
 def test_a_signal_ends_all_ranks_without_a_complaint(split: Server) -> None:

@@ -73,6 +73,11 @@ def memory_in_use() -> int:
     return mx.get_active_memory()
 
 
+def memory_held() -> int:
+    """Bytes of all arrays and of freed buffers that are kept for later ones; may be called from any thread."""
+    return mx.get_active_memory() + mx.get_cache_memory()
+
+
 def release_buffers() -> None:
     """Give memory that MLX keeps for later arrays back to the system."""
     mx.clear_cache()

@@ -150,6 +150,9 @@ def _work_lines(body: Body) -> Iterator[str]:
     if body["drafts"] is not None:
         yield f"drafts     {_drafts(body['counters']['drafts'])}"
     yield f"memory     {_memory(body['memory'])}"
+    if (ranks := body.get("ranks")) is not None:
+        yield f"ranks      {_ranks(ranks)}"
+        yield from (f"  rank {rank['rank']}   {_rank(rank)}" for rank in ranks["ranks"])
     yield f"in total   {_totals(body['counters'])}"
     if body["errors"]:
         last = body["errors"][-1]
@@ -192,6 +195,18 @@ def _memory(memory: Body) -> str:
     if adapters := memory.get("adapters_bytes"):
         weights += f", adapters {_size(adapters)}"
     return f"{bar} {_size(sum(used.values()))} of {_size(budget)}, weights {weights}{parts}"
+
+
+def _ranks(ranks: Body) -> str:
+    num_messages, step_s = ranks["num_messages"], ranks["step_s"]
+    share = f"; about {ranks['collective_s'] / step_s:.0%} of step time in collectives (estimated)" if step_s else ""
+    mean = f", {ranks['num_message_bytes'] / num_messages:.0f} B a message" if num_messages else ""
+    return f"{len(ranks['ranks'])} over {ranks['backend']}{mean}{share}"
+
+
+def _rank(rank: Body) -> str:
+    used, available = _size(rank["used_bytes"]), _size(rank["available_bytes"])
+    return f"{rank['host']}, {rank['device']} ({rank['kind']}): {used} used, {available} available"
 
 
 _MEMORY = {

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 import mlx.core as mx
 
+from headrace.backend import device
 from headrace.backend.doctor import package_versions
 from headrace.config import Config
 from headrace.config_loading import set_variables
 from headrace.engine.mirror import Lead
+from headrace.engine.rank_meter import RankMeter, rank_status
 from headrace.errors import ConfigError, ModelError
+from headrace.models.collectives import Collective, time_collectives
 from headrace.models.fingerprint import add_files
 from headrace.models.source import ModelFiles
 from headrace.ranks.channel import Ranks
@@ -41,9 +45,19 @@ class Together:
             raise ConfigError(f"{files.name} makes no text, and such models are not supported with --ranks")
         check_same(self._ranks, files)
         self.group = join_group(self._ranks)
-        if not self._ranks.rank:
-            self.lead = Lead(self._ranks, config.engine.max_num_seqs)
+        here = device.current()
+        if self._ranks.rank:
+            self._ranks.report(partial(rank_status, self._ranks.rank, here))
+        else:
+            self.lead = Lead(self._ranks, config.engine.max_num_seqs, RankMeter(self._ranks, here))
         return replace(config, models=replace(config.models, vision="off"))
+
+    def time(self, collectives: Sequence[Collective]) -> tuple[str, ...]:
+        """Time a forward's collectives. Returns lines about them."""
+        if self.group is None:
+            return ()
+        times = time_collectives(collectives, self.group)
+        return () if self.lead is None else (self.lead.meter.expect(collectives, times),)
 
     def least(self, num_bytes: int) -> int:
         """What every rank has."""

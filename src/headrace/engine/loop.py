@@ -20,6 +20,7 @@ from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
 from headrace.engine.pool import PrefixCache
 from headrace.engine.pooling import EncoderRunner
+from headrace.engine.rank_meter import RankMeter
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.prefill import Sparse
 from headrace.engine.turns import DeviceTurns
@@ -66,6 +67,7 @@ class Parts:
     disk: DiskCache = field(default_factory=DiskCache)
     features: Features = field(default_factory=Features)
     sparse: Sparse = field(default_factory=Sparse)
+    ranks: RankMeter | None = None
 
 
 class Loop:
@@ -89,6 +91,7 @@ class Loop:
         self._disk = parts.disk
         self._features = parts.features
         self._sparse = parts.sparse
+        self._ranks = parts.ranks
         self._adapters = runner.adapters
         self.warm_up = warm_up
         """Its status may be read in any thread."""
@@ -351,6 +354,7 @@ class Loop:
             cache=self._prefixes.status(),
             drafts=self._runner.draft_status(),
             sparse=self._sparse.status(),
+            ranks=None if self._ranks is None else self._ranks.status(),
             warm_up=self.warm_up.status,
             step_forms=self.warm_up.forms(),
             device=replace(self._device, utilization=gpu_utilization()),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.engine.pool import PrefixCache, PrefixPool
+from headrace.engine.rank_meter import RankMeter
 from headrace.engine.runner import Runner
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, HeadraceError
@@ -83,7 +84,8 @@ Call = Know | Prepare | EndPrompt | Evict | Clear | Execute | Draft | Free
 class Lead:
     """Rank 0's side. Belongs to the engine's thread."""
 
-    def __init__(self, ranks: Ranks, max_num_seqs: int) -> None:
+    def __init__(self, ranks: Ranks, max_num_seqs: int, meter: RankMeter) -> None:
+        self.meter = meter
         self._ranks = ranks
         self._known: LruCache[str, bool] = LruCache(max_num_seqs + NUM_KNOWN)
 
@@ -134,6 +136,7 @@ class LeadingRunner(Runner):
         self._result = StepResult(())
 
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> StepResult:
+        self._lead.meter.begin_step(plan)
         new = [chunk.request_id for chunk in plan.chunks if chunk.sequence_id not in self._live]
         self._lead.tell(Execute(plan, tuple([self._lead.know(requests[each]) for each in new])))
         self._result = super().execute(plan, requests)
@@ -142,7 +145,9 @@ class LeadingRunner(Runner):
     def draft(self, step_s: float | None = None) -> dict[str, int]:
         step_s = self.step_s if step_s is None else step_s
         self._lead.tell(Draft(step_s, checksum(self._result)))
-        return super().draft(step_s)
+        drafted = super().draft(step_s)
+        self._lead.meter.end_step()
+        return drafted
 
     def free(self, sequence_ids: Iterable[str]) -> None:
         sequence_ids = tuple(sequence_ids)

@@ -171,6 +171,7 @@ def _load_parts(
     # how weights are held depends on the memory that they may take
     its_own = here if share is None else replace(here, memory_bytes=min(here.memory_bytes, share.num_bytes))
     loaded = _load(config, files, its_own, constraints, together.group)
+    loaded = replace(loaded, report=loaded.report + together.time(loaded.collectives))
     as_held = replace(config, models=replace(config.models, dtype=loaded.dtype))
     draft, drafter = _find_drafts(config, files, loaded, here)
     drafting, found = DrafterSetup(None, None, ()), None
@@ -327,7 +328,7 @@ def _make_caches(
 
     name: identifies the weights where there is no disk tier with their fingerprint. lead: tells the other ranks.
     """
-    parts, stages = Parts(), list[Stage]()
+    parts, stages = Parts(ranks=None if lead is None else lead.meter), list[Stage]()
     if config.engine.prefix_cache == "on":
         weights = name if disk is None else disk.weights
         make_pool = PrefixPool if lead is None else partial(LeadingPool, lead)

@@ -21,6 +21,9 @@ _ACCEPTED_AT = Metric(
     "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position in the window.", key="position"
 )
 
+_RANK_USED = Metric("headrace:rank_used_bytes", "In use by MLX on each rank's device.", "gauge", key="rank")
+_RANK_AVAILABLE = Metric("headrace:rank_available_bytes", "Left of each rank's device.", "gauge", key="rank")
+
 
 def render(models: Mapping[str, EngineStatus], process: ProcessStatus) -> str:
     """All metrics. models: by the first served name. The process's metrics have the first model's labels."""
@@ -40,6 +43,10 @@ def _figures(status: EngineStatus, process: ProcessStatus | None) -> Iterator[tu
         yield from _figures_of(part)
     yield _USAGE, status.memory.usage
     yield _CACHE_CONFIG, _cache_config(status)
+    if status.ranks is not None:
+        yield from _figures_of(status.ranks)
+        yield _RANK_USED, [(each.rank, each.used_bytes) for each in status.ranks.ranks]
+        yield _RANK_AVAILABLE, [(each.rank, each.available_bytes) for each in status.ranks.ranks]
     if status.drafts is not None:
         drafts = status.counters.drafts
         accepted_at = (*drafts.accepted_at, *(0,) * (status.drafts.max_drafts - len(drafts.accepted_at)))

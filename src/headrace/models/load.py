@@ -16,6 +16,7 @@ from headrace.backend.device import Device
 from headrace.backend.gated_delta import ScanHeads, library_pays
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
+from headrace.models.collectives import Collective, collectives_of
 from headrace.models.float16 import prefers_float16, to_float16
 from headrace.models.levels import Level, choose_levels, mixers_of
 from headrace.models.packed import PackedModel
@@ -43,6 +44,7 @@ class LoadedModel:
     dtype: as in `ModelConfig.dtype`, what the weights are held with. lowered: see `Checked`.
     width: numbers that it gives for a token: logits, or a vector's.
     sample_logits: `[n, vocab_size]` of the untouched model, for the tokens of a `Quantization`'s sample.
+    collectives: of a forward over ranks.
     """
 
     packed: PackedModel
@@ -54,6 +56,7 @@ class LoadedModel:
     lowered: tuple[str, ...]
     width: int
     sample_logits: mx.array | None = None
+    collectives: tuple[Collective, ...] = ()
 
 
 def load(
@@ -196,8 +199,9 @@ def _finish(
         raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
     sampled = sample_logits(loaded.model, sample) if sample else None
     kernels = Kernels(numerics, device.kind)
+    collectives: tuple[Collective, ...] = ()
     if is_sharded(loaded.model):
-        kernels = kernels.without_fusion()
+        kernels, collectives = kernels.without_fusion(), collectives_of(loaded.model)
     if device.mac is not None and device.mac.has_accelerators:
         kernels = replace(kernels, has_accelerators=True)
     if device.kind == "metal" and numerics == "fast":
@@ -222,7 +226,16 @@ def _finish(
     context_length = files.context_length or _default_context(loaded.model)
     report = (*lines, *_level_lines(checked))
     return LoadedModel(
-        checked.packed, tokens, precision, context_length, report, dtype, checked.lowered, logits.shape[-1], sampled
+        checked.packed,
+        tokens,
+        precision,
+        context_length,
+        report,
+        dtype,
+        checked.lowered,
+        logits.shape[-1],
+        sampled,
+        collectives,
     )
 
 

@@ -173,6 +173,24 @@ function memory() {
   }];
 }
 
+function ranks() {
+  const list = table("Ranks", ["Rank", "Host", "Device", "Memory"]);
+  const note = h("p");
+  const element = panel("Ranks", note, list.element);
+  return [element, ({ ranks: group }, history, before) => {
+    element.hidden = group === null;
+    if (group === null) return;
+    const worked = before?.ranks && group.step_s > before.ranks.step_s;
+    const passed = worked ? before.ranks : { collective_s: 0, step_s: 0 }; // while idle, since the start
+    const steps = group.step_s - passed.step_s;
+    const share = steps > 0 ? `about ${percent((group.collective_s - passed.collective_s) / steps)} of the time of steps, estimated from their times at start-up` : "no step yet";
+    const each = group.num_messages ? `${bytes(group.num_message_bytes / group.num_messages)} and ${number((1e6 * group.message_s) / group.num_messages)} µs on average` : "none yet";
+    note.textContent = `${group.ranks.length} ranks share the model over ${group.backend}. Collectives: ${group.num_collectives} in a forward, ${share}. Messages of rank 0: ${number(group.num_messages)}, ${each}.`;
+    list.body.replaceChildren(...group.ranks.map((each) => list.row(String(each.rank), each.host, `${each.device} (${each.kind})`,
+      h("span", {}, shareBar(each.used_bytes / (each.used_bytes + each.available_bytes), 1), `${bytes(each.used_bytes)} used, ${bytes(each.available_bytes)} available of ${bytes(each.memory_bytes)}`))));
+  }];
+}
+
 function cache() {
   const [bar, update] = stackedBar("Bytes by place", bytes);
   const totals = h("p");
@@ -336,7 +354,7 @@ function start() {
 export function mount(element) {
   if (parts.length) return;
   state = h("span", { class: "live", role: "status" }, "Connecting …");
-  parts = [summary(), charts(), requests(), memory(), cache(), lookups(), drafts(), errors(), agents(), startUp()];
+  parts = [summary(), charts(), requests(), memory(), ranks(), cache(), lookups(), drafts(), errors(), agents(), startUp()];
   element.replaceChildren(h("div", { class: "engine" }, h("header", { class: "row" }, h("h1", {}, "Engine"), state), ...parts.map(([each]) => each)));
   document.addEventListener("visibilitychange", start);
   start();

@@ -22,7 +22,7 @@ from headrace.ranks.layout import FIRST_PORT, LOCAL, Layout
 Value = TypeVar("Value")
 
 PULSE_S = 1.0
-_PULSE, _LEAVING = b"pulse", b"leaving"
+_LEAVING = "leaving"
 
 SILENCE_S = 10.0
 """A rank that sends no pulse for so long counts as ended: its machine or its connection may be gone."""
@@ -39,28 +39,34 @@ class Address:
 
 @dataclass(slots=True)
 class Traffic:
-    """Messages from rank 0 to each other rank since the start, and their bytes."""
+    """Messages from rank 0 to each other rank since the start, their bytes, and the time that sending to all took."""
 
     num_messages: int = 0
     num_bytes: int = 0
+    seconds: float = 0.0
 
 
 class Peer:
-    """Another rank, with a connection for messages and one on which each sends its pulse."""
+    """Another rank, with a connection for messages and one on which each sends its pulse: what it reports.
+
+    report: makes what this rank reports, in another thread. reported: what the other one has reported last.
+    """
 
     def __init__(self, rank: int, messages: Connection, pulse: Connection) -> None:
         self.rank = rank
         self.messages = messages
         self.has_left = False
+        self.report: Callable[[], Any] = lambda: None
+        self.reported: Any = None
         self._pulse = pulse
         self._ended: list[str] = []
         """Why it has ended, if it has."""
-        self._report: Callable[[str], None] = self._ended.append
+        self._when_ended: Callable[[str], None] = self._ended.append
         threading.Thread(target=self._watch, name=f"headrace-rank-{rank}", daemon=True).start()
 
     def watch(self, ended: Callable[[str], None]) -> None:
         """Call `ended` with a sentence once the rank has ended without leaving; it may have already."""
-        self._report = ended
+        self._when_ended = ended
         for reason in self._ended:
             ended(reason)
 
@@ -69,22 +75,22 @@ class Peer:
         reason = f"nothing was heard of rank {self.rank} for {SILENCE_S:g} seconds"
         try:
             while time.monotonic() - heard_at < SILENCE_S:
-                self._pulse.send_bytes(_PULSE)
+                self._pulse.send(self.report())
                 until = time.monotonic() + PULSE_S
                 while (left_s := until - time.monotonic()) > 0 and self._pulse.poll(left_s):
-                    if self._pulse.recv_bytes() == _LEAVING:
+                    if (heard := self._pulse.recv()) == _LEAVING:
                         self.has_left = True
                         return
-                    heard_at = time.monotonic()
+                    self.reported, heard_at = heard, time.monotonic()
         except (OSError, EOFError):
             reason = f"rank {self.rank} has ended"
         if not self.has_left:
-            self._report(reason)
+            self._when_ended(reason)
 
     def leave(self) -> None:
         """This rank ends, which is no failure."""
         with suppress(OSError):
-            self._pulse.send_bytes(_LEAVING)
+            self._pulse.send(_LEAVING)
         self.close()
 
     def close(self) -> None:
@@ -115,7 +121,7 @@ class Ranks:
     def all(self, value: Value) -> list[Value]:
         """Every rank's value, by rank."""
         if self.rank:
-            self._send(self.peers[0], value)
+            self._send(self.peers[0], _pickled(value))
             return cast("list[Value]", self._receive(self.peers[0]))
         values = [value, *(self._receive(peer) for peer in self.peers)]
         self.tell(values)
@@ -134,8 +140,23 @@ class Ranks:
 
     def tell(self, message: Any) -> None:
         """From rank 0 to all others, which `hear` it."""
+        started = time.monotonic()
+        packed = _pickled(message)
         for peer in self.peers:
-            self._send(peer, message)
+            self._send(peer, packed)
+        self.traffic.num_messages += 1
+        self.traffic.num_bytes += len(packed)
+        self.traffic.seconds += time.monotonic() - started
+
+    def report(self, make: Callable[[], Any]) -> None:
+        """What the others find in `reports` of this rank from now on, made once a second in another thread."""
+        for peer in self.peers:
+            peer.report = make
+
+    @property
+    def reports(self) -> list[Any]:
+        """The latest of each other rank; None of one that has not reported yet."""
+        return [peer.reported for peer in self.peers]
 
     def hear(self) -> Any:
         """Rank 0's next message; None once it has left."""
@@ -164,11 +185,7 @@ class Ranks:
             peer.close()
         self.end_processes()
 
-    def _send(self, peer: Peer, message: Any) -> None:
-        packed = _pickled(message)
-        if peer is self.peers[0]:
-            self.traffic.num_messages += 1
-            self.traffic.num_bytes += len(packed)
+    def _send(self, peer: Peer, packed: bytes) -> None:
         try:
             peer.messages.send_bytes(packed)
         except OSError as error:

@@ -9,6 +9,7 @@ from typing import Annotated
 from headrace.types.events import FinishReason, SparseUsage
 from headrace.types.media import Route
 from headrace.types.metric import Metric
+from headrace.types.ranks import RanksStatus
 from headrace.types.recent import LookupStatus, StepHistory
 
 
@@ -317,7 +318,7 @@ class EngineStatus:
 
     max_num_seqs: sequences that may run at once.
     cache: None if disabled. drafts: None without speculative decoding. sparse: None without sparse prefill.
-    handover: None where it is off.
+    handover: None where it is off. ranks: None unless the model is split.
     num_schema_violations: also of tool parameters whose type the schema does not allow.
     """
 
@@ -337,6 +338,7 @@ class EngineStatus:
     drafts: DraftStatus | None = None
     sparse: SparseStatus | None = None
     handover: HandoverStatus | None = None
+    ranks: RanksStatus | None = None
     warm_up: WarmUpStatus = WarmUpStatus()
     step_forms: StepForms = StepForms()
     max_num_seqs: int = 0

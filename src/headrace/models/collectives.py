@@ -1,0 +1,121 @@
+"""The sums and gathers over ranks that a forward of a split model makes, and how long they take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+
+_NUM_TIMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """width: numbers that each rank sends for a token."""
+
+    kind: Literal["sum", "gather"]
+    width: int
+    dtype: mx.Dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.width * self.dtype.size
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentGroup:
+    """Takes the place of MLX's group where only shapes matter: the ranks are not there."""
+
+    num_ranks: int
+    own_rank: int = 0
+
+    def size(self) -> int:
+        return self.num_ranks
+
+    def rank(self) -> int:
+        return self.own_rank
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTimes:
+    """Seconds for all collectives of a forward: whatever it has, for each token, and for each row of logits.
+
+    Sums are of tokens' hidden states, gathers of logits.
+    """
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    logits_s: float = 0.0
+
+    def seconds(self, num_tokens: int, num_logits: int) -> float:
+        return self.fixed_s + self.token_s * num_tokens + self.logits_s * num_logits
+
+
+def collectives_of(model: Any) -> tuple[Collective, ...]:
+    """Those of a forward of mlx-lm's own split model. Nothing is computed, and no other rank is needed."""
+    found: list[Collective] = []
+    with _noted(found):
+        model(mx.array([[0]]))
+    return tuple(found)
+
+
+@contextmanager
+def _noted(found: list[Collective]) -> Iterator[None]:
+    """Collectives that are asked for meanwhile are noted and not made. mlx-lm looks them up at each call."""
+
+    def all_sum(x: mx.array, **_: Any) -> mx.array:
+        found.append(Collective("sum", x.size, x.dtype))
+        return x
+
+    def all_gather(x: mx.array, *, group: Any = None, **_: Any) -> mx.array:
+        found.append(Collective("gather", x.size, x.dtype))
+        return x if group is None else mx.concatenate([x] * group.size())
+
+    originals = mx.distributed.all_sum, mx.distributed.all_gather
+    mx.distributed.all_sum, mx.distributed.all_gather = all_sum, all_gather
+    try:
+        yield
+    finally:
+        mx.distributed.all_sum, mx.distributed.all_gather = originals
+
+
+def time_collectives(collectives: Sequence[Collective], group: mx.distributed.Group) -> CollectiveTimes:
+    """Measured with all ranks, which call this together."""
+    sums, gathers = ([each for each in collectives if each.kind == kind] for kind in ("sum", "gather"))
+    fixed_s, token_s = _line(sums, group, 64)
+    fixed_logits_s, logits_s = _line(gathers, group, 4)
+    return CollectiveTimes(fixed_s + fixed_logits_s, token_s, logits_s)
+
+
+def _line(collectives: Sequence[Collective], group: mx.distributed.Group, many: int) -> tuple[float, float]:
+    """Seconds for no rows, and for each, by the times of one row and of many."""
+    one_s, many_s = (_median_s(collectives, group, number) for number in (1, many))
+    each_s = max(0.0, many_s - one_s) / (many - 1)
+    return max(0.0, one_s - each_s), each_s
+
+
+def _median_s(collectives: Sequence[Collective], group: mx.distributed.Group, num_rows: int) -> float:
+    times = []
+    for _ in range(1 + _NUM_TIMED):
+        started = time.perf_counter()
+        for one, number in Counter(collectives).items():
+            mx.eval(_chain(one, number, group, num_rows))
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])  # the first one warms up
+
+
+def _chain(one: Collective, length: int, group: mx.distributed.Group, num_rows: int) -> mx.array:
+    """As in a forward, each needs a result of the device that needs the one before."""
+    x = mx.zeros((num_rows, one.width), one.dtype)
+    for _ in range(length):
+        if one.kind == "sum":
+            x = mx.distributed.all_sum(x + 1, group=group) * 0
+        else:
+            x = mx.distributed.all_gather(x + 1, group=group)[:num_rows] * 0
+    return x
