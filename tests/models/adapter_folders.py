@@ -12,9 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 LINEARS = (nn.Linear, nn.QuantizedLinear)
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
 def linear_keys(model: Any) -> list[str]:
@@ -22,8 +24,17 @@ def linear_keys(model: Any) -> list[str]:
 
     Without those that gemma3n reads the weights of, which mlx-lm can't give adapters.
     """
-    paths = {path for layer in model.layers for path, module in layer.named_modules() if isinstance(module, LINEARS)}
-    return sorted(path for path in paths if not path.endswith("_coefs"))
+    return [path for path in _keys(model, LINEARS) if not path.endswith("_coefs")]
+
+
+def expert_keys(model: Any) -> list[str]:
+    """The same of experts' stacked linears."""
+    return _keys(model, EXPERTS)
+
+
+def _keys(model: Any, kinds: tuple[type, ...]) -> list[str]:
+    named = [each for layer in model.layers for each in layer.named_modules()]
+    return sorted({path for path, module in named if isinstance(module, kinds)})
 
 
 def write_mlx_lm(

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 from models import tiny, tiny_fused
-from models.adapter_folders import linear_keys, write_mlx_lm
+from models.adapter_folders import expert_keys, linear_keys, write_mlx_lm
 from models.mixed_steps import MixedSteps
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models.levels import Level, choose_levels
-from headrace.models.lora import LoraModule, LoraTable
+from headrace.models.lora import LoraModule
 from headrace.models.lora_files import fit_adapter, read_adapter
+from headrace.models.lora_table import LoraTable
 from headrace.models.packed import PackedModel, Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -144,6 +145,40 @@ def test_embeddings_and_output_matrices_take_adapters(name: str, kernels: Kernel
     )
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("qwen3_moe", Kernels("fast", "cpu")),
+        ("gpt_oss", Kernels("fast", "cpu")),
+        ("nemotron_h", Kernels("fast", "cpu")),
+        ("qwen3_5_moe", tiny_fused.KERNELS),
+    ],
+    ids=["plain", "with biases", "without gates", "fused"],
+)
+def test_experts_take_adapters(name: str, kernels: Kernels, bits: int | None, tmp_path: Path) -> None:
+    """In steps of few and of many tokens, of which mlx-lm sorts the pairs by expert."""
+
+    def build() -> nn.Module:
+        model = tiny.build(name)
+        if bits is not None:
+            nn.quantize(model, group_size=32, bits=bits)
+        return model
+
+    keys = expert_keys(build())
+    folders = [
+        write_mlx_lm(build(), tmp_path / "experts", 1, keys=keys),
+        write_mlx_lm(build(), tmp_path / "all", 2, rank=3, keys=[*keys, *linear_keys(build())]),
+        write_mlx_lm(build(), tmp_path / "one", 3, rank=1, keys=keys[:1]),
+    ]
+    packed = check(build, kernels, folders)
+    slot = packed.loras.add(fit_adapter(read_adapter(folders[0]), packed.loras, mx.float32))
+    for length in (5, 70):
+        ids = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
+        expected = tiny.reference(with_adapter(build, folders[0]), ids)
+        assert mx.abs(forward(packed, ids, slot) - expected).max().item() < TOLERANCE
+
+
 def forward(packed: PackedModel, token_ids: list[int], adapter: int = 0) -> mx.array:
     state = SequenceState(StatePool())
     state.begin(len(token_ids))
@@ -158,7 +193,7 @@ def test_steps_without_adapters_run_the_untouched_modules(tmp_path: Path, monkey
         tiny.build("llama"), Kernels("fast", "cpu"), [write_mlx_lm(tiny.build("llama"), tmp_path, 1)]
     )
     calls: list[LoraTable] = []
-    monkeypatch.setattr(LoraTable, "changed", lambda table, tokens, y, multiply: calls.append(table) or y)
+    monkeypatch.setattr(LoraTable, "changed", lambda table, tokens, y, *given: calls.append(table) or y)
     before = forward(packed, ids)
     assert not calls
     forward(packed, ids, slot)

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from models import tiny
-from models.adapter_folders import linear_keys, merge_peft, peft_tensors, scale_of, write_mlx_lm, write_peft
+from models.adapter_folders import merge_peft, peft_tensors, scale_of, write_mlx_lm, write_peft
 
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
@@ -256,12 +256,23 @@ def test_mlx_lms_options_are_refused_by_name(packed: PackedModel, tmp_path: Path
         refused(packed, folder, message)
 
 
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
-    model = tiny.build("qwen3_moe")
-    folder = write_mlx_lm(model, tmp_path, 1, keys=[*linear_keys(tiny.build("qwen3_moe")), "mlp.switch_mlp.up_proj"])
-    base = tiny.build("qwen3_moe")
-    packed = PackedModel(base, choose_levels(base), Kernels("fast", "cpu"))
-    refused(packed, folder, "mlp.switch_mlp.up_proj, a SwitchLinear here, are not supported")
+def test_what_experts_do_not_take_is_refused(tmp_path: Path) -> None:
+    model = tiny.build("gpt_oss")
+    packed = PackedModel(model, choose_levels(model), Kernels("fast", "cpu"))
+    folder = write_mlx_lm(tiny.build("gpt_oss"), tmp_path, 1, keys=["mlp.experts.up_proj"])
+    tensors = mx.load(str(folder / "adapters.safetensors"))
+    name = next(name for name in tensors if name.endswith("lora_a"))
+    path = name.removesuffix(".lora_a")
+    num_experts, rank, width = tensors[name].shape
+    for changes, message in (
+        ({name: tensors[name][0]}, f"{path}: matrix A has the shape ({width}, {rank}), not"),
+        ({name: tensors[name][:-1]}, f"{path}: matrix A has the shape ({num_experts - 1}, {rank}, {width}), not"),
+        ({f"{path}.m": mx.ones((width,))}, "unexpected magnitude"),
+    ):
+        mx.save_safetensors(str(folder / "adapters.safetensors"), tensors | changes)
+        refused(packed, folder, message)
+    bias = np.zeros(packed.loras.modules[path].bias.shape)
+    refused(packed, write_peft(tmp_path / "peft", {f"{path}.base_layer.bias": bias}, bias="all"), "lacks its matrix A")
 
 
 def test_dora_of_embeddings_is_refused(packed: PackedModel, tmp_path: Path) -> None:

@@ -6,19 +6,21 @@ of a subclass, which adds the tokens' low-rank products to the module's output, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
-from headrace.backend.transfer import to_device
+from headrace.models.lora_table import LoraTable, LoraTokens, LoraWeights
 
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+"""The linears of all experts of a layer, stacked."""
 
 INPUTS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings")
 OUTPUTS = ("lm_head", "output")
@@ -30,7 +32,7 @@ BASE = 0
 
 def output_width(module: Any) -> int:
     """Of a linear, or an embedding's rows."""
-    return _width(module) if type(module) in EMBEDDINGS else int(module.weight.shape[0])
+    return _width(module) if type(module) in EMBEDDINGS else int(module.weight.shape[-2])
 
 
 def input_width(module: Any) -> int:
@@ -43,156 +45,18 @@ def _width(module: Any) -> int:
     return width * 32 // module.bits if "scales" in module else width
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoraWeights:
-    """One adapter's part at one module, whose output y of input x becomes gain · y + offset + (x aᵀ) b.
-
-    a: `[rank, input width]`, of an embedding `[rank, vocabulary]`. b: `[rank, output width]`, with the adapter's scale.
-    gain, offset: `[output width]`; None for ones, and for zeros.
-    """
-
-    a: mx.array
-    b: mx.array
-    gain: mx.array | None = None
-    offset: mx.array | None = None
-
-    def arrays(self) -> list[mx.array]:
-        return [array for array in (self.a, self.b, self.gain, self.offset) if array is not None]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
-
-
-class LoraTokens:
-    """The adapters of a step's tokens, by slot."""
-
-    def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
-        """runs: (slot, number of tokens), in the order of the tokens."""
-        self._runs = runs
-        self.slots = frozenset([slot for slot, _ in runs])
-        self._found: dict[Hashable, mx.array] = {}
-
-    def at(self, indices: Sequence[int]) -> LoraTokens:
-        """Those of some of the tokens."""
-        slots = self._by_token()
-        return LoraTokens([(slots[index], 1) for index in indices])
-
-    def cached(self, key: Hashable, make: Callable[[mx.array], mx.array]) -> mx.array:
-        """What `make` gives for the tokens' slots `[T]`, made once for all modules that need the same."""
-        if key not in self._found:
-            if None not in self._found:
-                self._found[None] = to_device(self._by_token(), mx.int32)
-            self._found[key] = make(self._found[None])
-        return self._found[key]
-
-    def _by_token(self) -> list[int]:
-        return [slot for slot, count in self._runs for _ in range(count)]
-
-
-class LoraTable:
-    """All adapters' weights for one module one below the other, so that a step multiplies by them together."""
-
-    def __init__(self, parts: Sequence[tuple[int, LoraWeights]]) -> None:
-        """parts: by slot, ascending, at least one."""
-        self.slots = tuple(slot for slot, _ in parts)
-        self._parts = [weights for _, weights in parts]
-        ends = accumulate(weights.a.shape[0] for weights in self._parts)
-        self._ends = dict(zip(self.slots, ends, strict=True))
-        self._a = mx.concatenate([weights.a for weights in self._parts])
-        self._b = mx.concatenate([weights.b for weights in self._parts])
-        self._gains = _rows([weights.gain for weights in self._parts], mx.ones_like)
-        self._offsets = _rows([weights.offset for weights in self._parts], mx.zeros_like)
-        self._columns = [slot for slot, weights in parts for _ in range(weights.a.shape[0])]
-        mx.eval([array for array in (self._a, self._b, self._gains, self._offsets) if array is not None])
-        # views of the stacked arrays, so that nothing is held twice
-        self._parts = [self._part(number) for number in range(len(parts))]
-        mx.eval([weights.arrays() for weights in self._parts])
-
-    def _part(self, number: int) -> LoraWeights:
-        lo, hi = self._range(self.slots[number], self.slots[number])
-        part = self._parts[number]
-        gain = None if part.gain is None or self._gains is None else self._gains[number + 1]
-        offset = None if part.offset is None or self._offsets is None else self._offsets[number + 1]
-        return LoraWeights(self._a[lo:hi], self._b[lo:hi], gain, offset)
-
-    def _range(self, first: int, last: int) -> tuple[int, int]:
-        """Rows of the slots from first to last."""
-        return self._ends[first] - self._parts[self.slots.index(first)].a.shape[0], self._ends[last]
-
-    @property
-    def num_bytes(self) -> int:
-        stacked = (self._a, self._b, self._gains, self._offsets)
-        return sum(array.nbytes for array in stacked if array is not None)
-
-    def with_slot(self, slot: int, weights: LoraWeights) -> LoraTable:
-        return LoraTable([*zip(self.slots, self._parts, strict=True), (slot, weights)])
-
-    def without(self, slot: int) -> LoraTable | None:
-        left = [part for part in zip(self.slots, self._parts, strict=True) if part[0] != slot]
-        return LoraTable(left) if left else None
-
-    def changed(
-        self, tokens: LoraTokens, y: mx.array, multiply: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
-    ) -> mx.array:
-        """The module's output `[…, T, width]`, changed for the tokens that have an adapter here.
-
-        multiply: of a and b as in `LoraWeights` the products with the input `[…, T, rank]` and what they are multiplied
-        by, `[rank, width]`.
-        """
-        used = [slot for slot in self.slots if slot in tokens.slots]
-        if not used:
-            return y
-        if tokens.slots == {used[0]}:
-            part = self._parts[self.slots.index(used[0])]
-            y = y if part.gain is None else y * part.gain
-            y = y if part.offset is None else y + part.offset
-            products, factors = multiply(part.a, part.b)
-            return mx.addmm(y, products, factors).astype(y.dtype)
-        lo, hi = self._range(used[0], used[-1])
-        products, factors = multiply(self._a[lo:hi], self._b[lo:hi])
-        columns = tuple(self._columns[lo:hi])
-        own = tokens.cached(columns, lambda slots: slots[:, None] == to_device(columns, mx.int32))
-        products = mx.where(own, products, mx.array(0, products.dtype))
-        return mx.addmm(self._scaled(tokens, y, used), products, factors).astype(y.dtype)
-
-    def _scaled(self, tokens: LoraTokens, y: mx.array, used: Sequence[int]) -> mx.array:
-        """y with the used adapters' gains and offsets, if one has any."""
-        parts = [self._parts[self.slots.index(slot)] for slot in used]
-        for rows, is_needed, operation in (
-            (self._gains, any(part.gain is not None for part in parts), mx.multiply),
-            (self._offsets, any(part.offset is not None for part in parts), mx.add),
-        ):
-            if is_needed and rows is not None:
-                indices = tokens.cached(("rows", self.slots), self._row_numbers)
-                y = operation(y, mx.take(rows, indices, axis=0))
-        return y
-
-    def _row_numbers(self, slots: mx.array) -> mx.array:
-        """Of each token's adapter in `_gains` and `_offsets`; 0 for tokens without one here."""
-        own = slots[:, None] == to_device(self.slots, mx.int32)
-        numbers = to_device(range(1, len(self.slots) + 1), mx.int32)
-        return mx.sum(mx.where(own, numbers, 0), axis=1)
-
-
-def _rows(arrays: Sequence[mx.array | None], neutral: Callable[[mx.array], mx.array]) -> mx.array | None:
-    """The arrays one below the other behind a neutral one, which replaces missing ones; None if all are missing."""
-    like = next((array for array in arrays if array is not None), None)
-    if like is None:
-        return None
-    without = neutral(like)
-    return mx.stack([without, *[without if array is None else array for array in arrays]])
-
-
 @dataclass(slots=True)
 class LoraStep:
     """What the changed modules read in the current step.
 
-    tokens: those of the step. output_tokens: those whose logits are wanted.
+    tokens: those of the step. output_tokens: those whose logits are wanted. pairs: of the tokens and experts of the
+    current layer, ordered_pairs: by expert, as mlx-lm orders many of them.
     """
 
     tokens: LoraTokens = field(default_factory=lambda: LoraTokens(()))
     output_tokens: LoraTokens = field(default_factory=lambda: LoraTokens(()))
+    pairs: LoraTokens = field(default_factory=lambda: LoraTokens(()))
+    ordered_pairs: LoraTokens = field(default_factory=lambda: LoraTokens(()))
 
 
 class LoraModule(nn.Module):
@@ -232,27 +96,67 @@ class LoraEmbedding(LoraModule):
         return self.table.changed(self.step.output_tokens, y, lambda a, b: (x @ b.T, a))
 
 
+class LoraSwitch(nn.Module):
+    """The experts of a layer, `SwitchGLU` or `SwitchMLP`, whose linears adapters change."""
+
+    step: LoraStep
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """indices: the experts of each token, `[…, T, k]`."""
+
+        def by_pair(slots: mx.array) -> mx.array:
+            return mx.repeat(slots, indices.shape[-1]).reshape(*indices.shape, 1)
+
+        def in_order(slots: mx.array) -> mx.array:
+            return by_pair(slots).reshape(-1, 1)[mx.argsort(indices.flatten())]
+
+        self.step.pairs = self.step.tokens.arranged(by_pair)
+        self.step.ordered_pairs = self.step.tokens.arranged(in_order)
+        y: mx.array = super().__call__(x, indices)
+        return y
+
+
+class LoraExperts(LoraModule):
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """x: `[…, 1, width]`, of each token, or of each pair of a token and an expert. indices: the pairs' experts."""
+
+        def product(x: mx.array, matrices: mx.array) -> mx.array:
+            return mx.gather_mm(x, matrices, rhs_indices=indices, sorted_indices=sorted_indices)
+
+        return self.table.changed(
+            self.step.ordered_pairs if sorted_indices else self.step.pairs,
+            super().__call__(x, indices, sorted_indices=sorted_indices),
+            lambda a, b: (product(x, a.swapaxes(-1, -2)), b),
+            lambda y, products, b: y + product(products, b),
+        )
+
+
 class Loras:
     """The adapters on a loaded model. Each has a slot, whose number no other adapter ever gets."""
 
     def __init__(self, model: Any) -> None:
         """model: untouched, so that its modules still have the names that adapters use."""
         in_layers = {id(module) for layer in model.layers for _, module in layer.named_modules()}
+        self._switches = {path: one for path, one in model.named_modules() if isinstance(one, SwitchGLU | SwitchMLP)}
         self.modules: dict[str, nn.Module] = {}
         """Modules that adapters may change, by path."""
         self.kinds: dict[str, str] = {}
         """The class of each module, by path."""
         self._outputs: set[str] = set()
         for path, module in model.named_modules():
-            name, kind = path.rpartition(".")[2], type(module)
+            (parent, _, name), kind = path.rpartition("."), type(module)
             self.kinds[path] = kind.__name__
             is_output = id(module) not in in_layers and name in OUTPUTS
-            if (kind in LINEARS and (id(module) in in_layers or is_output)) or (kind in EMBEDDINGS and name in INPUTS):
+            if (
+                (kind in LINEARS and (id(module) in in_layers or is_output))
+                or (kind in EMBEDDINGS and name in INPUTS)
+                or (kind in EXPERTS and parent in self._switches)
+            ):
                 self.modules[path] = module
                 self._outputs |= {path} if is_output else set()
         self._step = LoraStep()
         self._tables: dict[str, LoraTable] = {}
-        self._classes: list[tuple[nn.Module, type[nn.Module], type[LoraModule]]] = []
+        self._classes: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
         """The modules that have a table, their own classes and those in steps with adapters."""
         self._num_slots = 0
         self._is_changed = False
@@ -288,9 +192,13 @@ class Loras:
         for path, table in self._tables.items():
             module = self.modules[path]
             original = type(module)
-            base = LoraEmbedding if original in EMBEDDINGS else LoraLinear
+            base = LoraEmbedding if original in EMBEDDINGS else LoraExperts if original in EXPERTS else LoraLinear
             names = {"table": table, "step": self._step, "is_output": path in self._outputs}
             self._classes.append((module, original, type(original.__name__, (base, original), names)))
+        for path in {path.rpartition(".")[0] for path in self._tables} & self._switches.keys():
+            module = self._switches[path]
+            names = {"step": self._step}
+            self._classes.append((module, type(module), type(type(module).__name__, (LoraSwitch, type(module)), names)))
 
     def step(self, rows: Sequence[tuple[int, int]], picks: Sequence[int]) -> AbstractContextManager[None]:
         """Inside, modules are changed for a step's tokens.

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from headrace.errors import ModelError
-from headrace.models.lora import EMBEDDINGS, Loras, LoraWeights, input_width, output_width
+from headrace.models.lora import EMBEDDINGS, LINEARS, Loras, input_width, output_width
+from headrace.models.lora_table import LoraWeights
 from headrace.models.weights import dense_weight, listed
 
 CONFIG = "adapter_config.json"
@@ -128,15 +129,17 @@ def _found(path: str, model: Loras) -> str:
 
 
 def _fit(path: str, parts: Mapping[str, mx.array], module: Any, settings: _Settings, dtype: mx.Dtype) -> LoraWeights:
-    """parts: `a` `[rank, input width]`, `b` `[rank, output width]`, and as far as there are `magnitude`, `bias` (which
-    replaces the module's) and `b_bias` (which is scaled and added), each `[output width]`."""
+    """parts: `a` `[rank, input width]`, `b` `[rank, output width]`, both with experts as first axis where the module
+    has some, and as far as there are `magnitude`, `bias` (which replaces the module's) and `b_bias` (which is scaled
+    and added), each `[output width]`."""
     own_bias = module.get("bias")
-    if set(parts) == {"bias"} and own_bias is not None and parts["bias"].shape == own_bias.shape:
+    is_linear = type(module) in LINEARS
+    if is_linear and set(parts) == {"bias"} and own_bias is not None and parts["bias"].shape == own_bias.shape:
         nothing = mx.zeros((1, input_width(module)), dtype), mx.zeros((1, own_bias.shape[0]), dtype)
         return LoraWeights(*nothing, None, (_float(parts["bias"]) - _float(own_bias)).astype(dtype))
     _check_shapes(path, parts, module, settings)
     a, b = _float(parts["a"]), _float(parts["b"])
-    scale = settings.scale(path, a.shape[0])
+    scale = settings.scale(path, a.shape[-2])
     b, gain, offset = scale * b, None, None
     if "b_bias" in parts:
         offset = scale * _float(parts["b_bias"])
@@ -163,13 +166,15 @@ def _check_shapes(path: str, parts: Mapping[str, mx.array], module: Any, setting
         raise ModelError(f"{path} lacks its {' and '.join(f'matrix {each.upper()}' for each in sorted(missing))}")
     if settings.is_dora != ("magnitude" in parts):
         raise ModelError(f"{path} {'lacks a' if settings.is_dora else 'has an unexpected'} magnitude of DoRA")
-    if type(module) in EMBEDDINGS and parts.keys() - {"a", "b"}:
-        raise ModelError(f"{path} is an embedding, for which only plain LoRA is supported")
-    rank = parts["a"].shape[0] if parts["a"].ndim else 0
+    if type(module) not in LINEARS and parts.keys() - {"a", "b"}:
+        what = "an embedding" if type(module) in EMBEDDINGS else "a layer's experts"
+        raise ModelError(f"{path} is {what}, for which only plain LoRA is supported")
+    experts = () if type(module) in EMBEDDINGS else tuple(module.weight.shape[:-2])
+    rank = parts["a"].shape[len(experts)] if parts["a"].ndim > len(experts) else 0
     if settings.rank is not None and rank != settings.rank:
         raise ModelError(f"{path} has the rank {rank}, but {CONFIG} says {settings.rank}")
     width = output_width(module)
-    shapes = {"a": (rank, input_width(module)), "b": (rank, width)}
+    shapes = {"a": (*experts, rank, input_width(module)), "b": (*experts, rank, width)}
     for part, array in parts.items():
         if not array.size or array.shape != shapes.get(part, (width,)):
             raise ModelError(f"{path}: {_SPOKEN[part]} has the shape {array.shape}, not {shapes.get(part, (width,))}")
@@ -193,10 +198,13 @@ def _mlx_lm_settings(config: Mapping[str, Any]) -> _Settings:
 
 def _mlx_lm_part(name: str, tensor: mx.array) -> tuple[str, str, mx.array]:
     path, _, leaf = name.rpartition(".")
+    is_of_experts = tensor.ndim == 3
     if leaf == "lora_a":
-        return path, "a", tensor.T
-    if leaf in ("lora_b", "m"):
-        return path, {"lora_b": "b", "m": "magnitude"}[leaf], tensor
+        return path, "a", tensor if is_of_experts else tensor.T
+    if leaf == "lora_b":
+        return path, "b", tensor.swapaxes(-1, -2) if is_of_experts else tensor
+    if leaf == "m":
+        return path, "magnitude", tensor
     raise ModelError(f"{MLX_LM} holds {name}, which is no part of an adapter")
 
 

@@ -18,7 +18,7 @@ from headrace.backend.cuda import moe
 from headrace.backend.cuda.row_kernels import sum_norm
 from headrace.models.adapters import Restore, override_forward
 from headrace.models.fused_linear import FusedLinear, can_fuse, weights_of
-from headrace.models.lora import LoraModule
+from headrace.models.lora import LoraModule, LoraSwitch
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.parts import mixer_name, mlp_parts
@@ -79,7 +79,7 @@ class CudaMoE(nn.Module):
 
     def __call__(self, x: mx.array, residual: mx.array | None = None, num_tokens: mx.array | None = None) -> mx.array:
         """x: `[1, T, hidden]`; residual: what is added to the output; num_tokens: see `LayerIO`."""
-        if any(isinstance(part, LoraModule) for part in self._shared):
+        if any(isinstance(part, LoraModule | LoraSwitch) for part in (*self._shared, self.inner.switch_mlp)):
             found: mx.array = self.inner(x)
             return found if residual is None else residual + found
         tokens = x.reshape(-1, x.shape[-1])
