@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
+from headrace.engine.delivery import LONGEST_PAUSE_S, Accepted, Delivery, Item, OutputQueue
 from headrace.engine.engine import OutputStream
 from headrace.errors import GenerationFailed
 from headrace.types.events import FinishReason, OutputTimes, TokenLogprobs, TokenOutput
@@ -49,13 +49,13 @@ def test_items_that_come_during_a_pause_are_delivered_after_it(monkeypatch: pyte
 
     def put(item: Item) -> None:
         taken.append(item)
-        loop.cpu_s += 0.004
+        loop.cpu_s += 0.002
 
     outputs = OutputQueue(loop, put, "one")  # type: ignore[arg-type]
     delivery = Delivery()
     delivery.hand_over([(outputs, output(1))])
     loop.run_ready()
-    assert [(delay_s, taken) for delay_s, _ in loop.timers] == [(0.004, [output(1)])], "as long as the delivery took"
+    assert [(delay_s, taken) for delay_s, _ in loop.timers] == [(0.014, [output(1)])], "seven times as long as the delivery took"
     delivery.hand_over([(outputs, output(2))])
     delivery.hand_over([(outputs, output(3))])
     loop.run_ready()
@@ -64,11 +64,23 @@ def test_items_that_come_during_a_pause_are_delivered_after_it(monkeypatch: pyte
     assert taken == [output(1), output(2), output(3)]
     loop.run_ready()
     ((delay_s, resume),) = loop.timers
-    assert delay_s == pytest.approx(0.008)
+    assert delay_s == pytest.approx(0.028)
     resume()
     delivery.hand_over([(outputs, output(4))])
     loop.run_ready()
     assert taken[-1] == output(4), "no pause is left when none is due"
+
+
+def test_a_long_delivery_has_a_pause_that_readers_hardly_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = SteppedLoop(monkeypatch)
+
+    def put(item: Item) -> None:
+        loop.cpu_s += 0.5
+
+    Delivery().hand_over([(OutputQueue(loop, put, "one"), output(1))])  # type: ignore[arg-type]
+    loop.run_ready()
+    assert [delay_s for delay_s, _ in loop.timers] == [LONGEST_PAUSE_S]
+    assert LONGEST_PAUSE_S <= 0.033, "thirty times a second"
 
 
 def test_a_short_delivery_has_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,10 @@ from headrace.types.events import TokenOutput
 
 SHORTEST_PAUSE_S = 0.001
 """An event loop's timers are no finer."""
+LONGEST_PAUSE_S = 0.03
+"""Readers of a stream hardly notice it."""
+_DELIVERY_SHARE = 1 / 8
+"""Of an event loop's time that deliveries may take, as far as the longest pause allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,12 @@ class Delivery:
 
 
 class _LoopDelivery:
-    """Delivery to one event loop, which spends at most half of its time on it.
+    """Delivery to one event loop, with pauses for the engine.
 
     A call wakes the event loop's thread, which then holds the interpreter when the engine's thread wants it back. So
     there is one call for all streams (with eight calls, a step with 1 ms of host work took 1.8 ms, with one call
-    1.1 ms), and after a delivery that took long, a pause of the same length, in which items are collected: 64 streams
-    need about 7 ms for a message each, however many tokens it has, and a step takes as long.
+    1.1 ms), and a pause after each delivery, in which items are collected: 64 streams need about 7 ms for a message
+    each, which costs more than another token in it, and a step takes as long.
     """
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
@@ -97,7 +101,8 @@ class _LoopDelivery:
 
     def _pause(self, started_s: float) -> None:
         spent_s = time.thread_time() - started_s
-        if spent_s < SHORTEST_PAUSE_S:
+        pause_s = min(spent_s / _DELIVERY_SHARE - spent_s, LONGEST_PAUSE_S)
+        if pause_s < SHORTEST_PAUSE_S:
             self._deliver()
         else:
-            self._event_loop.call_later(spent_s, self._deliver)
+            self._event_loop.call_later(pause_s, self._deliver)

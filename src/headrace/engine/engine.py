@@ -55,21 +55,22 @@ def _call(event_loop: asyncio.AbstractEventLoop, take: Callable[[Answer], None],
         event_loop.call_soon_threadsafe(take, value)
 
 
-def _joined(first: TokenOutput, second: Item) -> TokenOutput | None:
-    """Both as one output; None if the second is not an output of the same choice, or one of them only progress."""
-    if not isinstance(second, TokenOutput) or second.choice != first.choice:
-        return None
-    if first.num_processed is not None or second.num_processed is not None:
-        return None
+def _may_join(first: TokenOutput, second: TokenOutput) -> bool:
+    """Whether both are of one choice, and none of them is only progress."""
+    return second.choice == first.choice and first.num_processed is None and second.num_processed is None
+
+
+def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
+    last = outputs[-1]
     return replace(
-        first,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
-        num_drafted=first.num_drafted + second.num_drafted,
-        num_accepted=first.num_accepted + second.num_accepted,
-        finish_reason=second.finish_reason,
-        stop_token_id=second.stop_token_id,
-        times=second.times,
+        outputs[0],
+        token_ids=tuple([token_id for each in outputs for token_id in each.token_ids]),
+        logprobs=tuple([logprobs for each in outputs for logprobs in each.logprobs]),
+        num_drafted=sum([each.num_drafted for each in outputs]),
+        num_accepted=sum([each.num_accepted for each in outputs]),
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        times=last.times,
     )
 
 
@@ -121,9 +122,11 @@ class OutputStream:
             raise StopAsyncIteration
         item = await self._next()
         if isinstance(item, TokenOutput):
-            while self._items and (joined := _joined(item, self._items[0])) is not None:
-                item = joined
+            arrived = [item]
+            while self._items and isinstance(after := self._items[0], TokenOutput) and _may_join(item, after):
+                arrived.append(after)
                 self._items.popleft()
+            item = item if len(arrived) == 1 else _joined(arrived)
             self._num_open -= item.finish_reason is not None
             self._is_over = self._num_open == 0
             return item

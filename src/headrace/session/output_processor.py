@@ -155,7 +155,7 @@ class ChoiceOutputProcessor:
         """Join an event to the previous one if possible: each event becomes a message on the wire."""
         joined = _joined(self._events[-1], event) if self._events else None
         if joined is None:
-            self._events.append(replace(event, choice=self.choice))
+            self._events.append(event if event.choice == self.choice else replace(event, choice=self.choice))
         else:
             self._events[-1] = joined
 
@@ -167,7 +167,7 @@ class ChoiceOutputProcessor:
 def _joined(first: ChoiceEvent, second: ChoiceEvent) -> ChoiceEvent | None:
     match first, second:
         case (Text() as earlier, Text() as later) | (Reasoning() as earlier, Reasoning() as later):
-            return replace(earlier, text=earlier.text + later.text, scores=earlier.scores + later.scores)
+            return type(earlier)(earlier.text + later.text, earlier.choice, earlier.scores + later.scores)
         case HiddenScores(scores), HiddenScores(more):
             return replace(first, scores=scores + more)
         case ToolArguments(index, text), ToolArguments(same, more) if index == same:
