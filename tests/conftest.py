@@ -77,6 +77,11 @@ def _chosen(item: pytest.Item, choice: str) -> bool:
     return choice == "all"
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @pytest.fixture
 def faked_mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakedMac]:
     """`faked_mac(16)`: the device and the system answer as on a Mac with 16 GB."""

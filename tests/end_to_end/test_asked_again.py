@@ -18,11 +18,6 @@ from headrace.session.text_pipeline import load_text_pipeline
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     words = load_text_pipeline(MINIATURE, "qwen3_5")

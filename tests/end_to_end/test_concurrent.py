@@ -22,11 +22,6 @@ MODEL = Path(__file__).parent.parent / "data" / "tiny_qwen35_torch"
 POISON = "poison"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     config = Config(str(MODEL), ModelConfig(numerics="exact"), EngineConfig(prefill_chunk=32, max_num_seqs=6))

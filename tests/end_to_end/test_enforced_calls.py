@@ -41,11 +41,6 @@ TOOLS = (
 )
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     words = load_text_pipeline(MINIATURE, "qwen3_5")

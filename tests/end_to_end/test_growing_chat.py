@@ -23,11 +23,6 @@ TOOL_TURNS = (4, 8)
 """The client has called a tool before these questions."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[Engine, Engine]]:
     """One with a cache, one without."""

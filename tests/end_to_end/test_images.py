@@ -46,11 +46,6 @@ FINENESS = 4
 """Pictures are drawn so many times as large and made smaller, for soft edges."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     engine = Engine.launch(

@@ -23,11 +23,6 @@ NUM_TOKENS = 24
 WORDS = load_text_pipeline(MINIATURE, "qwen3_5")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     engine = Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig()), WORDS.constraints)

@@ -24,11 +24,6 @@ from headrace.types.request import SamplingParams
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     engine = Engine.launch(

@@ -37,11 +37,6 @@ JOBS: dict[str, Callable[[random.Random], Sample]] = {
 }
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     engine = Engine.launch(Config("miniature", engine=EngineConfig(max_num_seqs=8)))

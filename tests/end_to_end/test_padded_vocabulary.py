@@ -34,11 +34,6 @@ ANY_LETTERS = ConstraintSpec('{"grammars": [{"lark_grammar": "start: /[a-z ]{1,6
 Outputs = dict[str, list[TokenOutput]]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _as_deep_as_asked() -> Iterator[None]:
     """The number of drafts follows from the request, not from the clock."""

@@ -24,11 +24,6 @@ QUESTIONS = ("Repeat this text exactly:\n{}", "Copy this:\n{}")
 """The bundled model does both to the letter."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def sessions() -> Iterator[tuple[Session, Session]]:
     """One with a cache, which all rounds share, and one without."""

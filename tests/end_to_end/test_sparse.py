@@ -35,11 +35,6 @@ PATIENCE_S = 1200
 NUM_TURNS = 6
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def launch(**knobs: Any) -> Engine:
     constraints = load_text_pipeline(MINIATURE, "qwen3_5").constraints
     return Engine.launch(Config("miniature", ModelConfig(self_check=False), EngineConfig(**knobs)), constraints)

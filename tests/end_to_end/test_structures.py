@@ -42,11 +42,6 @@ SMALL = {
 SCHEMA = Structure("json_schema", SMALL)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     words = load_text_pipeline(MINIATURE, "qwen3_5")

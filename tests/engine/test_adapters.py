@@ -30,11 +30,6 @@ PROMPT = tiny.PROMPT
 NUM_TOKENS = 12
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -27,11 +27,6 @@ from headrace.types.status import Phase
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe", "qwen3_5", "gpt_oss"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(request.param, tmp_path_factory.mktemp("models") / request.param)

@@ -36,11 +36,6 @@ from headrace.types.request import GenerationRequest, SamplingParams
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 PAIRS = {
     "head": ("qwen3_5", None),
     "dense": ("llama", "qwen3_5"),

@@ -21,11 +21,6 @@ WARM = replace(GREEDY, temperature=0.9)
 FAMILIES = ("qwen3_5", "gpt_oss", "lfm2")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -39,11 +39,6 @@ FAMILIES = ("llama", "qwen3_5", "gpt_oss", "lfm2", "falcon_h1")
 CHUNK = 128
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine fails no test."""

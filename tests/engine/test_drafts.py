@@ -51,11 +51,6 @@ JOBS: dict[str, Callable[[random.Random], Sample]] = {
 }
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=["head", "model"])
 def kind(request: pytest.FixtureRequest) -> str:
     kind: str = request.param

@@ -39,11 +39,6 @@ def launch(folder: Path, numerics: str = "exact", **knobs: int) -> Engine:
     return Engine.launch(Config(model=str(folder), models=ModelConfig(numerics=numerics), engine=engine))
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=["qwen3_5", "gemma3", "nemotron_h"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -36,11 +36,6 @@ PROMPT = tuple(int(each) for each in np.random.default_rng(1).integers(8, 150, 3
 BOUNDARIES = (Boundary(20, BoundaryKind.SYSTEM), Boundary(290, BoundaryKind.PROMPT))
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(params=["llama", "qwen3_5", "gpt_oss", "lfm2"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -19,11 +19,6 @@ from headrace.scheduler.stages import PromptPlan
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @asynccontextmanager
 async def launched(folder: Path, **knobs: object) -> AsyncIterator[Engine]:
     settings = EngineConfig(prefill_chunk=32, **knobs)  # type: ignore[arg-type]

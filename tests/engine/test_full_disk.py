@@ -23,11 +23,6 @@ SMALL_BYTES, FULL_BYTES = 40_000, 60_000
 """What a file may grow to, and what is left on the disk: less than the 256 tokens of a block take."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine fails no test."""

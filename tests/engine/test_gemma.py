@@ -24,11 +24,6 @@ CHUNK = 10
 counter = iter(range(1_000_000))
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def reference(request: pytest.FixtureRequest) -> TinyGemma3 | TinyGemma4:
     return MODELS[request.param]()

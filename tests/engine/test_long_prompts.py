@@ -22,11 +22,6 @@ GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 CHUNK = 512
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 THIN = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192}
 FAMILIES = {
     "dense": {**tiny.FAMILIES["llama"], **THIN, "num_hidden_layers": 1},

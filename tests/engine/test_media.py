@@ -32,11 +32,6 @@ CHUNK = 7
 counter = iter(range(1_000_000))
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=FOLDERS)
 def folder(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -19,11 +19,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def request(name: str, seed: int, length: int, max_tokens: int, priority: int = 0) -> GenerationRequest:
     prompt = tuple(int(token) for token in np.random.default_rng(seed).integers(0, 4000, length))
     return GenerationRequest(name, prompt, GREEDY, max_tokens, priority=priority)

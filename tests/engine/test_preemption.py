@@ -24,11 +24,6 @@ WARM = replace(GREEDY, temperature=1.0, seed=5)
 FAMILIES = ("llama", "qwen3_5", "gpt_oss")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(request.param, tmp_path_factory.mktemp("models") / request.param)

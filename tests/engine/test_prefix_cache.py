@@ -25,11 +25,6 @@ RECURRENT = ("qwen3_5", "gpt_oss", "falcon_h1", "lfm2")
 CHUNK = 32
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param

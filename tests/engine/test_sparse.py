@@ -32,11 +32,6 @@ THIN = SparseOptions(0.3, (range(10), range(100, 110)))
 counter = iter(range(1_000_000))
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -35,11 +35,6 @@ LONG = GenerationRequest("long", PROMPT, GREEDY, 6, sparse_options=SparseOptions
 FAILED = SparseUsage(230, 0, (Bypass.DRAFT_FAILED,))
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("llama", tmp_path_factory.mktemp("target"))

@@ -29,11 +29,6 @@ NUM_TOKENS = 6
 counter = iter(range(1_000_000))
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @dataclass(frozen=True)
 class Served:
     """A tiny model that runs, and its reference."""

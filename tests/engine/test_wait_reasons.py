@@ -30,11 +30,6 @@ STREAM = replace(LONG, request_id="stream", max_tokens=282)
 """Runs for many more steps than the status is asked for."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("llama", tmp_path_factory.mktemp("target"))

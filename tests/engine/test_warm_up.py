@@ -50,11 +50,6 @@ SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=30)
 TOKEN_BYTES = 10
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def patched() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patched:

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.anyio
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def client(app: App) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(Front(app)), base_url="http://server", timeout=None)
 

@@ -35,11 +35,6 @@ STORY = [{"role": "user", "content": "Tell me a long story about a river."}]
 ENDLESS = {"max_tokens": 12_000, "min_tokens": 12_000, "stream": True}
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

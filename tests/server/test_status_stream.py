@@ -28,11 +28,6 @@ SECRET = "tell me a secret"
 BODY = {"messages": [{"role": "user", "content": SECRET}]}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_stream, "INTERVAL_S", 0.05)
