@@ -13,7 +13,7 @@ from engine.sparse_models import GREEDY, config, name_tokens, save, tokens
 from models import tiny_head
 
 from headrace.engine import prepare as prepare_module
-from headrace.engine.commands import Abort, Command, Inspect, Stop, Submit
+from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
 from headrace.engine.delivery import Accepted, OutputQueue
 from headrace.engine.engine import Engine
 from headrace.engine.loop import Loop
@@ -141,7 +141,7 @@ def test_a_request_that_is_aborted_while_it_is_scored_frees_all_it_has_before_th
     held: list[int] = []
 
     def give_up() -> None:
-        held.append(scenario.loop._status().sparse.state_bytes)  # type: ignore[union-attr]
+        held.append(scenario.loop.status().sparse.state_bytes)  # type: ignore[union-attr]
         scenario.inbox.put(Abort("long"))
         scenario.inbox.put(Stop())
 
@@ -151,7 +151,7 @@ def test_a_request_that_is_aborted_while_it_is_scored_frees_all_it_has_before_th
     # the third of eight chunks was under way
     assert scenario.num_steps == 3
     assert held[0] > 0
-    status = scenario.loop._status()
+    status = scenario.loop.status()
     assert status.sparse is not None
     assert (status.sparse.num_scoring, status.sparse.state_bytes, status.memory.reserved_bytes) == (0, 0, 0)
     assert (status.num_running, status.num_waiting) == (0, 0)
@@ -317,13 +317,12 @@ def test_a_served_model_that_takes_no_positions_is_refused(draft: Path, tmp_path
     assert (error.param, reason in str(error)) == ("sparse_draft", True)
 
 
-def test_where_the_status_can_not_be_told_requests_still_learn_that_all_has_ended(
+def test_all_that_waits_learns_that_the_engine_has_ended(
     folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = Scenario(monkeypatch, folder, draft)
-    monkeypatch.setattr(Loop, "_status", raises)
+    answers: list[object] = []
     scenario.submit(LONG)
-    scenario.inbox.put(Inspect(lambda status: None))
-    with pytest.raises(RuntimeError, match="out of luck"):
-        scenario.loop.fail_all(EngineDead("the device is gone"))
-    assert [type(item) for item in scenario.heard] == [EngineDead]
+    scenario.inbox.put(Ask(Loop.status, answers.append))
+    scenario.loop.fail_all(EngineDead("the device is gone"))
+    assert [type(item) for item in (*scenario.heard, *answers)] == [EngineDead, EngineDead]

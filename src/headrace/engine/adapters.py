@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
-from headrace.errors import ConfigError, HeadraceError, ModelError, ModelNotFound
-from headrace.isolation import errors_as
+from headrace.errors import ConfigError, ModelError, ModelNotFound
 from headrace.models.load import LoadedModel
 from headrace.models.lora import BASE, Loras
 from headrace.models.lora_files import AdapterFiles, fit_adapter, read_adapter
@@ -19,22 +17,6 @@ from headrace.types.request import GenerationRequest
 
 Reserve = Callable[[int], bool]
 """Takes bytes of the memory for sequences; False if they are needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadAdapter:
-    """Hold an adapter for requests; `reply` gets None, or why that failed."""
-
-    files: AdapterFiles
-    reply: Callable[[HeadraceError | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class DropAdapter:
-    """Refuse new requests for an adapter; its memory is freed when the running ones have ended."""
-
-    fingerprint: str
-    reply: Callable[[HeadraceError | None], None]
 
 
 class AdapterPool:
@@ -53,18 +35,6 @@ class AdapterPool:
     def num_bytes(self) -> int:
         return self._loras.num_bytes
 
-    def execute(self, command: LoadAdapter | DropAdapter, reserve: Reserve) -> None:
-        error: HeadraceError | None = None
-        if isinstance(command, LoadAdapter):
-            try:
-                with errors_as(_load_error):  # a file may hold anything
-                    self.load(command.files, reserve)
-            except ModelError as failure:
-                error = failure
-        elif command.fingerprint in self._slots:
-            self._dropped.add(command.fingerprint)
-        command.reply(error)
-
     def load(self, files: AdapterFiles, reserve: Reserve = lambda num_bytes: True) -> None:
         """Hold an adapter for requests. Raises ModelError if it doesn't fit the model, or the memory."""
         if files.fingerprint in self._slots:
@@ -77,6 +47,11 @@ class AdapterPool:
             self._loras.remove(slot)
             raise ModelError(f"its {num_bytes / 1e6:.1f} MB don't fit into the memory that requests leave")
         self._slots[files.fingerprint] = slot
+
+    def drop(self, fingerprint: str) -> None:
+        """Refuse new requests for an adapter; its memory is freed when the running ones have ended."""
+        if fingerprint in self._slots:
+            self._dropped.add(fingerprint)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise ModelNotFound if the request's adapter was dropped."""
@@ -103,10 +78,6 @@ class AdapterPool:
 
     def slot(self, request: GenerationRequest) -> int:
         return BASE if request.adapter is None else self._slots[request.adapter]
-
-
-def _load_error(error: BaseException) -> ModelError:
-    return ModelError(f"the adapter can't be loaded: {type(error).__name__}")
 
 
 def load_adapters(

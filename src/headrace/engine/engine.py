@@ -1,6 +1,6 @@
 """The engine's async facade.
 
-    asyncio ── Submit, Abort, Inspect ──▶ inbox ──▶ the engine's thread ──▶ one queue per request
+    asyncio ── Submit, Abort, Ask ──▶ inbox ──▶ the engine's thread ──▶ one queue per request
 
 MLX ties arrays to the thread that made them, so that thread also loads the model.
 """
@@ -25,8 +25,7 @@ import mlx.core as mx
 
 from headrace.backend import device
 from headrace.config import Config
-from headrace.engine.adapters import DropAdapter, LoadAdapter
-from headrace.engine.commands import Abort, ClearCache, Command, Estimate, Inspect, SetBudget, Stop, Submit
+from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
 from headrace.engine.delivery import Item, OutputQueue
 from headrace.engine.loop import Loop
 from headrace.engine.mirror import Follower
@@ -238,52 +237,51 @@ class Engine:
 
     async def abort(self, request_id: str) -> bool:
         """Cancel a request by its id; its stream raises RequestCancelled. False if it is not in progress."""
-        return await self._ask(lambda reply: Abort(request_id, reply))
+        return await self._ask(lambda loop: loop.abort(request_id))
 
     async def status(self) -> EngineStatus:
         """The status between two steps. Raises EngineDead."""
-        return await self._ask(Inspect)
+        return await self._ask(Loop.status)
 
     async def forecast(self, requests: Sequence[GenerationRequest]) -> Forecast:
         """What a client's prompts would cost if they were submitted after the step in progress. Raises EngineDead."""
-        return await self._ask(partial(Estimate, tuple(requests)))
+        return await self._ask(lambda loop: loop.forecast(requests))
 
     async def clear_cache(self) -> int:
         """Drop all entries of the prefix cache that are not in use. Returns the bytes freed. Raises EngineDead."""
-        return await self._ask(ClearCache)
+        return await self._ask(Loop.clear_cache)
 
     async def load_adapter(self, folder: Path) -> str:
         """Hold the adapter of a folder for requests, and give its fingerprint. Raises ModelError and EngineDead."""
         if self._ranks is not None:
             raise ModelError("adapters are not supported for a model that is split over ranks")
         files = await asyncio.to_thread(read_adapter, folder)
-        error = await self._ask(partial(LoadAdapter, files))
-        if error is not None:
-            raise error
+        await self._ask(lambda loop: loop.load_adapter(files))
         return files.fingerprint
 
     async def drop_adapter(self, fingerprint: str) -> None:
         """Refuse new requests for an adapter, and free it once the running ones have ended. Raises EngineDead."""
-        if (error := await self._ask(partial(DropAdapter, fingerprint))) is not None:
-            raise error
+        await self._ask(lambda loop: loop.drop_adapter(fingerprint))
 
     async def set_budget(self, num_bytes: int) -> int:
-        """Change the bytes for states and caches, as far as requests in progress allow. Returns those from now on.
+        """See `Loop.set_budget`. Raises EngineDead."""
+        return await self._ask(lambda loop: loop.set_budget(num_bytes))
 
-        Raises EngineDead.
-        """
-        return await self._ask(partial(SetBudget, num_bytes))
-
-    async def _ask(self, command: Callable[[Callable[[Answer], None]], Command]) -> Answer:
+    async def _ask(self, call: Callable[[Loop], Answer]) -> Answer:
+        """Call a function with the loop between two steps. Raises EngineDead, and the call's ModelError."""
         event_loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = event_loop.create_future()
 
-        def settle(value: Answer) -> None:
-            if not answer.done():
+        def settle(value: Answer | HeadraceError) -> None:
+            if answer.done():
+                return
+            if isinstance(value, HeadraceError):
+                answer.set_exception(value)
+            else:
                 answer.set_result(value)
 
         self._refuse_if_dead()
-        self._inbox.put(command(partial(_call, event_loop, settle)))
+        self._inbox.put(Ask(call, partial(_call, event_loop, settle)))
         self._refuse_if_dead()
         return await answer
 

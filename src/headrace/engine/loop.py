@@ -13,8 +13,7 @@ import mlx.core as mx
 
 from headrace.backend import device
 from headrace.backend.gpu_use import gpu_utilization
-from headrace.engine.adapters import DropAdapter, LoadAdapter
-from headrace.engine.commands import Abort, ClearCache, Command, Estimate, Inspect, SetBudget, Stop, Submit
+from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
 from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
 from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
@@ -25,8 +24,10 @@ from headrace.engine.runner import Runner
 from headrace.engine.sparse.prefill import Sparse
 from headrace.engine.turns import DeviceTurns
 from headrace.engine.warm_up import WarmUp
-from headrace.errors import EngineDead, GenerationFailed, HeadraceError, RequestCancelled
+from headrace.errors import EngineDead, GenerationFailed, HeadraceError, ModelError, RequestCancelled
+from headrace.isolation import errors_as
 from headrace.metrics.stats import Stats
+from headrace.models.lora_files import AdapterFiles
 from headrace.prefix.budget import Kind, MemoryUsage
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler, StepOutcome
@@ -170,25 +171,14 @@ class Loop:
 
     def fail_all(self, error: HeadraceError) -> None:
         queues = list(self._queues.values())
-        try:
-            while not self._inbox.empty():
-                command = self._inbox.get()
-                if isinstance(command, Submit):
-                    queues.append(command.outputs)
-                elif isinstance(command, Abort) and command.reply is not None:
-                    command.reply(False)
-                elif isinstance(command, Inspect):
-                    command.reply(self._status())
-                elif isinstance(command, ClearCache | SetBudget):
-                    command.reply(0)
-                elif isinstance(command, LoadAdapter | DropAdapter):
-                    command.reply(error)
-                elif isinstance(command, Estimate):
-                    command.reply(Forecast(0, 0, None))
-        finally:
-            # also if the device has failed, so that there is no status
-            self._hand_over([(outputs, error) for outputs in queues])
-            self._queues.clear()
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if isinstance(command, Submit):
+                queues.append(command.outputs)
+            elif isinstance(command, Ask):
+                command.reply(error)
+        self._hand_over([(outputs, error) for outputs in queues])
+        self._queues.clear()
 
     def _receive(self) -> None:
         """Take all commands; wait for one if there is nothing to compute."""
@@ -254,29 +244,28 @@ class Loop:
         match command:
             case Submit():
                 self._submit(command)
-            case Abort():
-                self._abort(command)
-            case Inspect(reply):
-                reply(self._status())
-            case ClearCache(reply):
-                reply(self._clear_cache())
-            case LoadAdapter() | DropAdapter():
-                self._adapters.execute(command, self._reserve)
-            case SetBudget(budget_bytes, reply):
-                reply(self._set_budget(budget_bytes))
-            case Estimate(requests, reply):
-                reply(self._forecast(requests))
+            case Abort(request_id, reason):
+                self.abort(request_id, reason)
+            case Ask(call, reply):
+                try:
+                    reply(call(self))
+                except ModelError as error:
+                    reply(error)
             case Stop():
                 self._is_stopping = True
 
-    def _forecast(self, requests: Sequence[GenerationRequest]) -> Forecast:
+    def forecast(self, requests: Sequence[GenerationRequest]) -> Forecast:
         uncached = [len(request.prompt) - self._prefixes.num_cached(request) for request in requests]
         waits_s = [self._scheduler.wait_s(*each) for each in zip(requests, uncached, strict=True)]
         known_s = [wait_s for wait_s in waits_s if wait_s is not None]
         wait_s = max(known_s) if len(known_s) == len(waits_s) else None
         return Forecast(sum(len(request.prompt) for request in requests), max(uncached), wait_s)
 
-    def _set_budget(self, budget_bytes: int) -> int:
+    def set_budget(self, budget_bytes: int) -> int:
+        """Change the bytes for states and caches, or come as close as requests in progress allow.
+
+        Returns the budget from now on; caches have given up what is over it.
+        """
         # adapters that were loaded later are part of the budget
         fixed = self._memory.fixed_bytes + self._adapters.num_bytes - self._first_adapters_bytes
         least = max(self._scheduler.least_bytes, self._runner.permanent_bytes)
@@ -291,9 +280,16 @@ class Loop:
         self.warm_up.drop_larger()
         return self._memory.budget_bytes
 
-    def _clear_cache(self) -> int:
+    def clear_cache(self) -> int:
         media_bytes = self._features.evict(self._features.num_bytes)
         return self._prefixes.clear() + media_bytes + self._sparse.clear()
+
+    def load_adapter(self, files: AdapterFiles) -> None:
+        with errors_as(_adapter_error):  # a file may hold anything
+            self._adapters.load(files, self._reserve)
+
+    def drop_adapter(self, fingerprint: str) -> None:
+        self._adapters.drop(fingerprint)
 
     def _reserve(self, num_bytes: int) -> bool:
         """Take bytes from sequences for good; cached records make room for them. False if sequences need them."""
@@ -319,16 +315,16 @@ class Loop:
             )
         self._hand_over([(command.outputs, Accepted())])
 
-    def _abort(self, command: Abort) -> None:
-        is_known = self._scheduler.abort(command.request_id)
+    def abort(self, request_id: str, reason: str = "abort") -> bool:
+        """False if the request is not in progress."""
+        is_known = self._scheduler.abort(request_id)
         if is_known:
-            error = RequestCancelled(f"request {command.request_id} was cancelled")
-            self._hand_over([(self._queues[command.request_id], error)])
-            self._end(command.request_id, command.reason)
-        if command.reply is not None:
-            command.reply(is_known)
+            error = RequestCancelled(f"request {request_id} was cancelled")
+            self._hand_over([(self._queues[request_id], error)])
+            self._end(request_id, reason)
+        return is_known
 
-    def _status(self) -> EngineStatus:
+    def status(self) -> EngineStatus:
         adapters_bytes = self._adapters.num_bytes
         memory = MemoryStatus(
             budget_bytes=self._memory_usage.capacity_bytes - self._memory.weights_bytes - adapters_bytes,
@@ -388,6 +384,10 @@ class Loop:
 def _device_status() -> DeviceStatus:
     here = device.current()
     return DeviceStatus(here.kind, here.name, here.memory_bytes, here.num_cores)
+
+
+def _adapter_error(error: BaseException) -> ModelError:
+    return ModelError(f"the adapter can't be loaded: {type(error).__name__}")
 
 
 def _public(error: BaseException) -> HeadraceError:
