@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from headrace.backend.cuda.shapes import Prepared
+
 CHUNK = 32
 """Tokens per chunk of the chunked form; its grid stands at absolute multiples of this."""
 
@@ -14,31 +16,16 @@ _INVERSE_BLOCK = 16
 """Up to this size a unit triangular matrix is inverted by doubling, above it by blocks: fewer operations."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The per-token inputs of a scan: q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], g, beta [B, T, Hv]."""
+def part(tokens: Prepared, begin: int, end: int) -> Prepared:
+    return tokens.map(lambda x: x[:, begin:end])
 
-    q: mx.array
-    k: mx.array
-    v: mx.array
-    g: mx.array
-    beta: mx.array
 
-    def part(self, begin: int, end: int) -> Tokens:
-        return self.map(lambda x: x[:, begin:end])
-
-    def at(self, t: int) -> Tokens:
-        return self.map(lambda x: x.squeeze(1) if x.shape[1] == 1 else x[:, t])
-
-    def map(self, change: Callable[[mx.array], mx.array]) -> Tokens:
-        return Tokens(change(self.q), change(self.k), change(self.v), change(self.g), change(self.beta))
-
-    def per_value_head(self) -> Tokens:
-        """q and k repeated so that every value head has its own."""
-        repeats = self.v.shape[2] // self.k.shape[2]
-        if repeats == 1:
-            return self
-        return Tokens(mx.repeat(self.q, repeats, 2), mx.repeat(self.k, repeats, 2), self.v, self.g, self.beta)
+def per_value_head(tokens: Prepared) -> Prepared:
+    """q and k repeated so that every value head has its own."""
+    repeats = tokens.v.shape[2] // tokens.k.shape[2]
+    if repeats == 1:
+        return tokens
+    return tokens._replace(q=mx.repeat(tokens.q, repeats, 2), k=mx.repeat(tokens.k, repeats, 2))
 
 
 def convolved(inputs: mx.array, taps: mx.array) -> mx.array:
@@ -64,13 +51,13 @@ Step = Callable[[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array], tu
 
 
 def sequential(
-    step: Step, tokens: Tokens, state: mx.array, keep: int | None
+    step: Step, tokens: Prepared, state: mx.array, keep: int | None
 ) -> tuple[mx.array, mx.array, mx.array | None]:
     """y, the end state and the one after `keep` tokens, as `Scan` in gated_delta.py has them."""
     kept, outputs = (state if keep == 0 else None), []
     for t in range(tokens.q.shape[1]):
-        token = tokens.at(t)
-        y, state = step(token.q, token.k, token.v, token.g, token.beta, state)
+        token = [x.squeeze(1) if x.shape[1] == 1 else x[:, t] for x in tokens]
+        y, state = step(*token, state)
         outputs.append(y)
         if keep == t + 1:
             kept = state
@@ -127,15 +114,15 @@ def _rank_one(
 
 
 def chunked(
-    tokens: Tokens, state: mx.array, keep: int | None, start: int
+    tokens: Prepared, state: mx.array, keep: int | None, start: int
 ) -> tuple[mx.array, mx.array, mx.array | None]:
     """y, the end state and the one after `keep` tokens, as `Scan` in gated_delta.py has them."""
     dtype = tokens.q.dtype
-    tokens = tokens.map(lambda x: x.astype(mx.float32)).per_value_head()
+    tokens = per_value_head(tokens.map(lambda x: x.astype(mx.float32)))
     kept, outputs = (state if keep == 0 else None), []
     for begin, end, chunk in _cuts(start, tokens.q.shape[1]):
         inside = keep - begin if keep is not None and begin < keep <= end else None
-        y, state, kept_here = _run_of_chunks(tokens.part(begin, end), state, chunk, inside)
+        y, state, kept_here = _run_of_chunks(part(tokens, begin, end), state, chunk, inside)
         kept = kept if kept_here is None else kept_here
         outputs.append(y)
     y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
@@ -160,7 +147,7 @@ def _chunk_length(num_tokens: int) -> int:
 
 
 def _run_of_chunks(
-    tokens: Tokens, state: mx.array, chunk: int, keep: int | None
+    tokens: Prepared, state: mx.array, chunk: int, keep: int | None
 ) -> tuple[mx.array, mx.array, mx.array | None]:
     """Tokens that fill chunks of one length; only the last may be short. Heads are equal in number, all is float32."""
     rows, num_tokens, num_heads, value_dim = tokens.v.shape
@@ -194,7 +181,7 @@ class _Chunks:
     mixing: mx.array
 
 
-def _to_chunks(tokens: Tokens, num_chunks: int, chunk: int) -> Tokens:
+def _to_chunks(tokens: Prepared, num_chunks: int, chunk: int) -> Prepared:
     """[B, T, H, …] to [B, N, H, C, …], the last chunk filled up with no-ops."""
     missing = num_chunks * chunk - tokens.q.shape[1]
 
@@ -204,10 +191,10 @@ def _to_chunks(tokens: Tokens, num_chunks: int, chunk: int) -> Tokens:
         # Contiguous, because element-wise operations and matmuls are several times slower on a strided view.
         return mx.contiguous(x.reshape(x.shape[0], num_chunks, chunk, *x.shape[2:]).swapaxes(2, 3))
 
-    return Tokens(cut(tokens.q), cut(tokens.k), cut(tokens.v), cut(tokens.g, 1.0), cut(tokens.beta))
+    return Prepared(cut(tokens.q), cut(tokens.k), cut(tokens.v), cut(tokens.g, 1.0), cut(tokens.beta))
 
 
-def _prepare(chunks: Tokens) -> _Chunks:
+def _prepare(chunks: Prepared) -> _Chunks:
     chunk = chunks.k.shape[-2]
     g, beta = chunks.g[..., None], chunks.beta[..., None]
     lower = mx.tril(mx.ones((chunk, chunk)), -1)

@@ -21,7 +21,7 @@ from mlx_lm.models.gated_delta import _gated_delta_step_ops, gated_delta_kernel
 
 from headrace.backend.cuda import delta as cuda_delta
 from headrace.backend.cuda.shapes import Prepared, Stash
-from headrace.backend.delta_rule import Tokens, chunked, fused_step, sequential
+from headrace.backend.delta_rule import chunked, fused_step, part, per_value_head, sequential
 
 _KERNEL_LANES = 32
 """mlx-lm's Metal kernel spreads Dk over the lanes of a SIMD group and can't do other widths."""
@@ -67,7 +67,7 @@ def scan(
     num_tokens = q.shape[1]
     if keep is not None and not 0 <= keep <= num_tokens:
         raise ValueError(f"keep={keep} is not within the {num_tokens} tokens of the scan")
-    tokens = Tokens(q, k, v, g, beta)
+    tokens = Prepared(q, k, v, g, beta)
     if form == "chunked":
         return Scan(*chunked(tokens, state, keep, start))
     if form == "cuda":
@@ -79,7 +79,7 @@ def scan(
     if form == "fused":
         return Scan(*sequential(fused_step, tokens, state, keep))
     if form == "reference":
-        return Scan(*sequential(_gated_delta_step_ops, tokens.per_value_head(), state, keep))
+        return Scan(*sequential(_gated_delta_step_ops, per_value_head(tokens), state, keep))
     raise ValueError(f"unknown form {form!r} of the gated delta rule")
 
 
@@ -99,7 +99,7 @@ def scan_behind(form: Form, pending: Stash, tokens: Prepared, state: mx.array) -
 # GPUs
 
 
-def _cuda(tokens: Tokens, state: mx.array, keep: int | None) -> Scan:
+def _cuda(tokens: Prepared, state: mx.array, keep: int | None) -> Scan:
     """Our kernel where its shape allows and there is CUDA, else the chunked form."""
     if not mx.cuda.is_available() or cuda_delta.refusal(tokens.k.shape[-1], tokens.v.shape[-1]) is not None:
         return Scan(*chunked(tokens, state, keep, 0))
@@ -108,7 +108,7 @@ def _cuda(tokens: Tokens, state: mx.array, keep: int | None) -> Scan:
     plan = [
         (row * num_tokens, num_tokens, num_tokens, 0, row, 0, 0, row * len(stops), len(stops)) for row in range(rows)
     ]
-    packed = Prepared(*(x.reshape(-1, *x.shape[2:]) for x in (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)))
+    packed = tokens.map(lambda x: x.reshape(-1, *x.shape[2:]))
     # the kernel goes on in the states that it is given, which here are others' too
     table = state * mx.array(1, state.dtype)
     y, states = cuda_delta.scan_chunks(mx.array(plan, mx.int32), mx.array(stops * rows, mx.int32), packed, table)
@@ -116,27 +116,27 @@ def _cuda(tokens: Tokens, state: mx.array, keep: int | None) -> Scan:
     return Scan(y.reshape(tokens.v.shape), left[:, -1], None if keep is None else left[:, 0])
 
 
-def _metal(tokens: Tokens, state: mx.array) -> tuple[mx.array, mx.array]:
+def _metal(tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
     """mlx-lm's kernel where its shape allows, else the reference."""
     if tokens.k.shape[-1] % _KERNEL_LANES:
-        return sequential(_gated_delta_step_ops, tokens.per_value_head(), state, None)[:2]
-    y, end_state = gated_delta_kernel(tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, state)
+        return sequential(_gated_delta_step_ops, per_value_head(tokens), state, None)[:2]
+    y, end_state = gated_delta_kernel(*tokens, state)
     return y, end_state
 
 
-def _library(tokens: Tokens, state: mx.array) -> tuple[mx.array, mx.array]:
+def _library(tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
     """MLX's own function, in float32 throughout, since it rounds decays to the activations' type.
 
     In bfloat16 a decay of 0.998 leaves outputs 22 % off after 2,048 tokens.
     """
     single = tokens.map(lambda x: x.astype(mx.float32))
-    y, end_state = mx.fast.gated_delta_update(single.q, single.k, single.v, single.g, single.beta, state)
+    y, end_state = mx.fast.gated_delta_update(*single, state)
     return y.astype(tokens.q.dtype), end_state
 
 
 def _in_two(
-    whole: Callable[[Tokens, mx.array], tuple[mx.array, mx.array]],
-    tokens: Tokens,
+    whole: Callable[[Prepared, mx.array], tuple[mx.array, mx.array]],
+    tokens: Prepared,
     state: mx.array,
     keep: int | None,
 ) -> Scan:
@@ -145,8 +145,8 @@ def _in_two(
     if keep is None or keep in (0, num_tokens):
         y, end_state = whole(tokens, state)
         return Scan(y, end_state, {None: None, 0: state}.get(keep, end_state))
-    first, kept = whole(tokens.part(0, keep), state)
-    second, end_state = whole(tokens.part(keep, num_tokens), kept)
+    first, kept = whole(part(tokens, 0, keep), state)
+    second, end_state = whole(part(tokens, keep, num_tokens), kept)
     return Scan(mx.concatenate([first, second], axis=1), end_state, kept)
 
 

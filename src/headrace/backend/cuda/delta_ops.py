@@ -13,7 +13,7 @@ from headrace.backend.cuda.shapes import (
     Prepared,
     Stash,
 )
-from headrace.backend.delta_rule import Tokens, chunked, convolved, fused_step, sequential
+from headrace.backend.delta_rule import chunked, convolved, fused_step, sequential
 
 
 def step(shape: DeltaShape, weights: DeltaWeights, plan: mx.array, projected: mx.array, table: DeltaTable) -> mx.array:
@@ -31,7 +31,7 @@ def step(shape: DeltaShape, weights: DeltaWeights, plan: mx.array, projected: mx
             tokens = Stash(*(mx.concatenate([held[old, :num_replay], array]) for held, array in pairs))
         # the output of a replayed token is not used: its key stands in for its query
         queries = mx.concatenate([tokens.k[:num_replay], found.q])
-        own_tokens = Tokens(*(array[None] for array in (queries, *tokens)))
+        own_tokens = Prepared(queries, *tokens).map(lambda x: x[None])
         own_y, _, kept = sequential(fused_step, own_tokens, _state(table.state, slot, old), num_replay + num_certain)
         assert kept is not None
         y[lo : lo + num_tokens] = own_y[0, num_replay:].astype(y.dtype)
@@ -83,7 +83,7 @@ def scan_chunks(plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.arr
         cuts = (*ends[first_stop : first_stop + num_stops], num_certain, count)
         for place, end in enumerate(cuts):
             if end > done:
-                part = Tokens(*(array[None, lo + done : lo + end] for array in tokens))
+                part = Prepared(*(array[None, lo + done : lo + end] for array in tokens))
                 y[lo + done : lo + end], own, _ = chunked(part, own, None, 0)
                 done = end
             if place < num_stops:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,13 +89,16 @@ class DeltaWeights(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A scan's inputs of packed tokens: q, k `[T, Hk, Dk]`, v `[T, Hv, Dv]`, g, beta `[T, Hv]`."""
+    """A scan's inputs: q, k `[T, Hk, Dk]`, v `[T, Hv, Dv]`, g, beta `[T, Hv]` of packed tokens; of rows `[B, T, …]`."""
 
     q: mx.array
     k: mx.array
     v: mx.array
     g: mx.array
     beta: mx.array
+
+    def map(self, change: Callable[[mx.array], mx.array]) -> Prepared:
+        return Prepared(*map(change, self))
 
 
 class Stash(NamedTuple):
