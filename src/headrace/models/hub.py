@@ -112,15 +112,22 @@ def cache_of(name: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
 
 
+def indexed_files(folder: Path) -> list[Path]:
+    """The files of weights that a checkpoint's index names; none without an index, or for one that makes no sense."""
+    try:
+        shard_of = json.loads((folder / WEIGHTS_INDEX).read_text("utf-8"))["weight_map"]
+        return [folder / name for name in sorted(set(shard_of.values()))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
 def is_complete(folder: Path) -> bool:
     """Whether a folder has a model's configuration and all weights: those of its index, or some without an index."""
     if not (folder / "config.json").is_file():
         return False
-    try:
-        shard_of = json.loads((folder / WEIGHTS_INDEX).read_text("utf-8"))["weight_map"]
-        return all((folder / shard).is_file() for shard in set(shard_of.values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or one that loading will refuse
-        return any(is_read(file.name) and "mtp" not in file.name for file in folder.glob("*.safetensors"))
+    if indexed := indexed_files(folder):
+        return all(file.is_file() for file in indexed)
+    return any(is_read(file.name) and "mtp" not in file.name for file in folder.glob("*.safetensors"))
 
 
 def local_copy(name: str) -> Path | None:

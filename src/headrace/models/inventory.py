@@ -86,16 +86,12 @@ def _in_cache() -> Iterator[LocalModel]:
     for folder in root.glob(f"{_MODELS_PREFIX}*--*/"):
         name = folder.name.removeprefix(_MODELS_PREFIX).replace("--", "/")
         num_bytes = disk_bytes(folder)
-        snapshot = local_copy(name)
+        latest = max(folder.glob("snapshots/*/"), key=lambda each: each.stat().st_mtime, default=folder)
         if (repository := sound.get(folder.name)) is not None:
             used, modified = repository.last_accessed, repository.last_modified
         else:
             used = modified = folder.stat().st_mtime
-        if snapshot is not None:
-            yield _described(name, "hub", snapshot, num_bytes, used, modified)
-        else:
-            latest = max(folder.glob("snapshots/*/"), key=lambda each: each.stat().st_mtime, default=folder)
-            yield _described(name, "hub", latest, num_bytes, used, modified)
+        yield _described(name, "hub", local_copy(name) or latest, num_bytes, used, modified)
 
 
 def disk_bytes(folder: Path) -> int:

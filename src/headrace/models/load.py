@@ -17,12 +17,11 @@ from headrace.backend.gated_delta import ScanHeads, library_pays
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.collectives import Collective, collectives_of
-from headrace.models.float16 import prefers_float16, to_float16
 from headrace.models.levels import Level, choose_levels, mixers_of
 from headrace.models.packed import PackedModel
 from headrace.models.pooling.trunk import Trunk, load_trunk
 from headrace.models.quantized import Quantization, distance, find_kept, keep, quantize, refuse_quantised
-from headrace.models.selfcheck import Checked, check, check_pictures
+from headrace.models.selfcheck import Checked, check, check_pictures, prefers_float16, to_float16
 from headrace.models.sharding import is_sharded, shard
 from headrace.models.source import CONTEXT_FIELDS, ModelFiles, weights_bytes
 from headrace.models.stored_files import check_files, norms_contradiction

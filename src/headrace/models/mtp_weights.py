@@ -21,7 +21,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from headrace.errors import ConfigError, ModelError
-from headrace.models.hub import hub_errors
+from headrace.models.hub import WEIGHTS_INDEX, hub_errors
 from headrace.models.source import ModelFiles, read_files
 
 SIDECARS = ("model-mtp.safetensors", "mtp.safetensors", "mtp/*.safetensors")
@@ -199,8 +199,8 @@ def lies_near_zero(arrays: Iterable[mx.array]) -> bool:
     return bool((mx.abs(numbers).mean() < mx.abs(numbers - 1).mean()).item())
 
 
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
-"""Files of a checkpoint: the map from tensors to shards, and the only shard of one without such a map."""
+_WHOLE = "model.safetensors"
+"""The only file of weights of a checkpoint without an index."""
 
 _QUANTISED = (".scales", ".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed")
 """Suffixes of tensors beside or instead of rounded weights: MLX's, FP8, GPTQ and AWQ, compressed-tensors."""
@@ -261,7 +261,7 @@ def _files_with_head(source: str) -> Iterable[Path]:
         raise ModelError(f"there is no folder {folder}")
     with hub_errors(source):
         try:
-            index = Path(hf_hub_download(source, _INDEX))
+            index = Path(hf_hub_download(source, WEIGHTS_INDEX))
             names = _named_in(index)
         except LocalEntryNotFoundError:
             raise

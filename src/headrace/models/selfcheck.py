@@ -18,14 +18,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from headrace.backend.device import Device
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
+from headrace.families.registry import find_family
 from headrace.models.levels import Level, Levels, choose_levels
 from headrace.models.mixers.cuda_attention import SHORT_ROW_TOKENS
 from headrace.models.packed import PackedModel, Row
 from headrace.models.picture_processor import ProcessedPicture, load_picture_processor
 from headrace.models.source import ModelFiles, foreign_errors
 from headrace.models.vlm import VlmWrapper
+from headrace.models.weights import hold
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -208,6 +211,32 @@ def compare(packed: PackedModel, reference: Reference) -> Margin | None:
             if num_kept + num_junk:
                 state.rollback(num_junk)
     return Margin(difference, reference.scale, reference.noise)
+
+
+def prefers_float16(files: ModelFiles, device: Device) -> bool:
+    """Whether `--dtype auto` tries float16 here, because the GPU emulates bfloat16, as those of M1 and M2 do.
+
+    Not with a vision tower: nothing here checks its precision.
+    """
+    if device.mac is None or not device.mac.emulates_bfloat16 or files.config.get("vision_config"):
+        return False
+    return not find_family(files.model_type).overflows_float16
+
+
+def to_float16(model: Any, device: Device) -> Margin | None:
+    """Bring an untouched model from bfloat16 to float16, and compare its logits before and after.
+
+    None for a model that computes in another precision, which stays as it is.
+    """
+    hold(model, "stored", device.kind, device.memory_bytes)
+    logits = model(mx.array([[0]]))
+    if logits.dtype != mx.bfloat16:
+        return None
+    before = run_reference(model, logits.shape[-1])
+    hold(model, "float16", device.kind, device.memory_bytes)
+    after = run_reference(model, logits.shape[-1])
+    apart = [_apart(one, other).max() for one, other in zip(before.logits, after.logits, strict=True)]
+    return Margin(float(mx.stack(apart).max()), before.scale)
 
 
 def check_pictures(model: VlmWrapper, files: ModelFiles, precision: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import ModelError
+from headrace.models.hub import indexed_files
 from headrace.models.mtp_weights import is_of_head, is_raw, lies_near_zero, read_tensors, shards, sidecars
 from headrace.models.source import ModelFiles
 
@@ -36,13 +36,8 @@ def check_files(files: ModelFiles, *, runs_whole: bool = False) -> None:
 
 def _loaded_by_mlx_vlm(directory: Path) -> Sequence[Path]:
     """What the checkpoint's index names, else all but the file that such a checkpoint repeats in its makers' form."""
-    try:
-        shard_of = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
-        named = [directory / name for name in sorted(set(shard_of.values()))]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # mlx-vlm uses the folder, or refuses it
-        named = []
     in_folder = sorted(directory.glob("*.safetensors"))
-    return [file for file in named if file.exists()] or [
+    return [file for file in indexed_files(directory) if file.exists()] or [
         file for file in in_folder if not file.name.endswith("consolidated.safetensors")
     ]
 

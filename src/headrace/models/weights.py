@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import _get_classes, load_model
@@ -220,14 +220,7 @@ def _dequantize(model: Any) -> None:
         plain = _plain(module)
         if plain is None:
             continue
-        parent = model
-        *above, name = path.split(".")
-        for part in above:
-            parent = parent[int(part)] if isinstance(parent, list) else parent[part]
-        if isinstance(parent, list):
-            parent[int(name)] = plain
-        else:
-            parent[name] = plain
+        model.update_modules(tree_unflatten([(path, plain)]))
         mx.eval(plain.parameters())
 
 

@@ -44,7 +44,7 @@ class Output(StrEnum):
     CLASSIFIER = "classifier"
     """The layers of a sequence classifier."""
     YES_NO = "yes or no"
-    """The difference of two tokens' logits."""
+    """The difference of the logits of the tokens `yes` and `no`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,6 @@ class Recipe:
     """How a checkpoint turns a text, or a pair of texts, into numbers.
 
     modes: of pooling; their results are joined. dense: folders of sentence-transformers' dense layers.
-    output_tokens: those whose logits `YES_NO` compares: against, and for.
     max_length: tokens of an input, from the files beside config.json; None if they don't say.
     """
 
@@ -60,7 +59,6 @@ class Recipe:
     modes: tuple[str, ...]
     output: Output = Output.NONE
     dense: tuple[str, ...] = ()
-    output_tokens: tuple[str, str] = ("no", "yes")
     max_length: int | None = None
 
 
@@ -117,7 +115,7 @@ def _of_modules(name: str, directory: Path, config: Mapping[str, Any]) -> Recipe
         raise _refusal(name, f"its module {unknown} is not")
     order = [kind for kind, _ in kinds if kind != "Dropout"]
     if order == ["Transformer", "LogitScore"]:
-        return _of_logits(name, directory / kinds[order.index("LogitScore")][1], config, settings)
+        return _of_logits(name, config)
     if order == ["Transformer"] and settings.get("model_type") == "CrossEncoder":
         return _of_classifier(name, config, settings)
     expected = ["Transformer", "Pooling", *["Dense"] * order.count("Dense"), *["Normalize"] * order.count("Normalize")]
@@ -158,7 +156,7 @@ def _modes(name: str, pooling: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(map(str, modes))
 
 
-def _of_logits(name: str, directory: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Recipe:
+def _of_logits(name: str, config: Mapping[str, Any]) -> Recipe:
     family = DECODERS.get(str(config.get("model_type")))
     if family is None:
         raise _refusal(name, f"no prompt is known for a reranker of type {config.get('model_type')}")

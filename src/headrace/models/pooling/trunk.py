@@ -71,7 +71,7 @@ def _head(files: ModelFiles, recipe: Recipe, model: Any, kept: Mapping[str, mx.a
                 raise ModelError(f"{files.directory} lacks weights: score.weight")
             return Head([_linear(kept["score.weight"])])
         case Output.YES_NO:
-            against, in_favour = _rows(model, _token_ids(files, recipe.output_tokens))
+            against, in_favour = _rows(model, _token_ids(files, ("no", "yes")))
             return Head([_linear((in_favour - against)[None])])
 
 
