@@ -21,7 +21,7 @@ from headrace.backend.kernels import Kernels
 from headrace.bench.report import machine, versions
 from headrace.cli.bench import make_folder
 from headrace.config_loading import Parser
-from headrace.engine.memory import state_cost
+from headrace.engine.memory import sample_state
 from headrace.engine.prepare import PREFILL_CHUNK
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
@@ -59,7 +59,7 @@ def measure(plan: ModelPlan, on_figure: Callable[[Figure], None], say: Callable[
     model = random_model(config, dtype=plan.dtype, bits=plan.bits)
     kind = device_kind()
     packed = PackedModel(model, choose_levels(model), Kernels("fast", kind))
-    cost = state_cost(packed, None)
+    cost = sample_state(packed).cost()
     say(f"weights: {weight_bytes(model, {**config, 'num_experts': None}, 1) / 1e9:.2f} GB")
     for words in packed.layer_lines:
         say(words)

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from headrace.backend.device import Device
 from headrace.config import Config
-from headrace.engine.memory import state_cost
+from headrace.engine.memory import sample_state
 from headrace.errors import ConfigError, ModelError
 from headrace.models.load import LoadedModel, load
 from headrace.models.source import ModelFiles
@@ -48,7 +48,7 @@ def load_draft_model(
         tokens=target.tokens,
     )
     weights_bytes = mx.get_active_memory() - before
-    return DraftModel(draft.name, loaded, state_cost(loaded.packed, None), weights_bytes)
+    return DraftModel(draft.name, loaded, sample_state(loaded.packed).cost(), weights_bytes)
 
 
 def refused(knob: str, message: str) -> ConfigError:

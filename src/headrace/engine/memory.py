@@ -95,11 +95,7 @@ def array_bytes(parts: Iterable[object]) -> int:
     return num_bytes
 
 
-def state_cost(model: PackedModel, head: HeadDrafter | None) -> StateCost:
-    return sample_state(model, head).cost()
-
-
-def sample_state(model: PackedModel, head: HeadDrafter | None) -> SequenceState:
+def sample_state(model: PackedModel, head: HeadDrafter | None = None) -> SequenceState:
     """A state of two tokens, with the prediction head's part."""
     state = SequenceState(StatePool(has_batches=model.kernels.attends_in_batches))
     state.begin(2)

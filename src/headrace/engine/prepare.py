@@ -37,7 +37,7 @@ from headrace.engine.mirror import Follower, Lead, LeadingPool, LeadingRunner
 from headrace.engine.model_files import model_files
 from headrace.engine.pool import PrefixPool
 from headrace.engine.pooling import PoolingRunner
-from headrace.engine.prepare_encoder import check_knobs, longest_input, pooling_traits, prepare_encoder
+from headrace.engine.prepare_encoder import check_knobs, describe, longest_input, prepare_encoder
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.draft import memory_share, refuse_draft, refuse_target, report_line
 from headrace.engine.sparse.prefill import start_sparse
@@ -345,19 +345,9 @@ def _make_caches(
 
 
 def _describe(files: ModelFiles, whole: _Whole, max_model_len: int, report: tuple[str, ...]) -> ModelDescription:
-    return ModelDescription(
-        name=files.name,
-        directory=files.directory,
-        model_type=files.model_type,
-        config=files.config,
-        text_config=files.text_config,
-        generation_config=files.generation_config,
-        max_model_len=max_model_len,
-        tokens=whole.model.tokens,
-        eos_token_ids=files.eos_token_ids,
-        report=report,
+    return replace(
+        describe(files, whole.model.tokens, whole.model.width, max_model_len, report),
         takes_media=whole.tower is not None,
         adapters=whole.named_adapters,
-        pooling=pooling_traits(files, whole.model.width),
         sparse_draft=None if whole.sparse_draft is None else whole.sparse_draft.name,
     )

@@ -44,19 +44,8 @@ def prepare_encoder(
     warm_up = WarmUp(None, knobs.max_num_seqs, ())
     plan = MemoryPlan(held.budget_bytes, held.weights_bytes, 0, held.process_bytes, here.kind != "cuda")
     loop = Loop(EncoderRunner(loaded.encoder), scheduler, Parts(), warm_up, plan, memory, inbox, turns)
-    description = ModelDescription(
-        name=files.name,
-        directory=files.directory,
-        model_type=files.model_type,
-        config=files.config,
-        text_config=files.text_config,
-        generation_config=files.generation_config,
-        max_model_len=max_model_len,
-        tokens=TokenIds(loaded.encoder.num_ids),
-        eos_token_ids=(),
-        report=(*report, *loaded.report, f"context: {max_model_len} tokens of an input"),
-        pooling=pooling_traits(files, loaded.width),
-    )
+    lines = (*report, *loaded.report, f"context: {max_model_len} tokens of an input")
+    description = describe(files, TokenIds(loaded.encoder.num_ids), loaded.width, max_model_len, lines)
     return loop, description, ModelMemory(held.weights_bytes, memory.cost(max_model_len), held.most_bytes)
 
 
@@ -81,7 +70,26 @@ def longest_input(files: ModelFiles, positions: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def pooling_traits(files: ModelFiles, width: int) -> PoolingTraits | None:
+def describe(
+    files: ModelFiles, tokens: TokenIds, width: int, max_model_len: int, report: tuple[str, ...]
+) -> ModelDescription:
+    """Without what only models that write text have. width: numbers that the model gives."""
+    return ModelDescription(
+        name=files.name,
+        directory=files.directory,
+        model_type=files.model_type,
+        config=files.config,
+        text_config=files.text_config,
+        generation_config=files.generation_config,
+        max_model_len=max_model_len,
+        tokens=tokens,
+        eos_token_ids=() if files.is_encoder else files.eos_token_ids,
+        report=report,
+        pooling=_pooling_traits(files, width),
+    )
+
+
+def _pooling_traits(files: ModelFiles, width: int) -> PoolingTraits | None:
     """width: numbers that the model gives for a text. Raises ModelError if its files say another one."""
     if files.recipe is None:
         return None
