@@ -56,7 +56,7 @@ def sequential(
     """y, the end state and the one after `keep` tokens, as `Scan` in gated_delta.py has them."""
     kept, outputs = (state if keep == 0 else None), []
     for t in range(tokens.q.shape[1]):
-        token = [x.squeeze(1) if x.shape[1] == 1 else x[:, t] for x in tokens]
+        token = Prepared(*(x.squeeze(1) if x.shape[1] == 1 else x[:, t] for x in tokens))
         y, state = step(*token, state)
         outputs.append(y)
         if keep == t + 1:

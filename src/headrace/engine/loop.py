@@ -17,6 +17,7 @@ from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
 from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
 from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
+from headrace.engine.memory import MemoryPlan
 from headrace.engine.pool import PrefixCache
 from headrace.engine.pooling import EncoderRunner
 from headrace.engine.rank_meter import RankMeter
@@ -43,21 +44,6 @@ DISK_POLL_S = 0.002
 
 IDLE_S = 1.0
 """Without a command for so long, freed buffers go back to the system where other programs use the same memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes of the loaded model's weights, and the budget for states and caches beside them.
-
-    fixed_bytes: of the budget, the part that no sequence of this model gets. is_shared: whether other programs use the
-    same memory; a GPU has its own on CUDA. process_bytes: for all models of this process.
-    """
-
-    budget_bytes: int
-    weights_bytes: int
-    fixed_bytes: int
-    process_bytes: int
-    is_shared: bool = False
 
 
 @dataclass(slots=True)

@@ -33,36 +33,41 @@ DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedBytes:
+class MemoryPlan:
     """weights_bytes: of this model. budget_bytes: left for its states and caches. process_bytes: for all models.
 
-    others_bytes: of the weights of other models. most_bytes: the largest budget that the configuration allows.
+    most_bytes: the largest budget that the configuration allows. is_shared: whether other programs use the same memory;
+    a GPU has its own on CUDA. others_bytes: of the weights of other models. fixed_bytes: of the budget, the part that
+    no sequence of this model gets.
     """
 
     weights_bytes: int
     budget_bytes: int
     process_bytes: int
     most_bytes: int
+    is_shared: bool
     others_bytes: int = 0
+    fixed_bytes: int = 0
 
 
-def loaded_bytes(
+def plan_memory(
     here: Device,
     utilization: float | None,
     share: MemoryShare | None,
     parts: Iterable[object],
     adapters_bytes: int = 0,
-) -> LoadedBytes:
+) -> MemoryPlan:
     """The memory after loading. parts: what holds the model's weights; share: None for a model without others.
 
     adapters_bytes: of arrays in `parts` that are counted apart.
 
     Raises ConfigError if the weights leave nothing.
     """
+    is_shared = here.kind != "cuda"
     if share is None:
         budget_bytes = state_budget(here.memory_bytes, here.share(utilization))
         weights_bytes = mx.get_active_memory() - adapters_bytes
-        return LoadedBytes(weights_bytes, budget_bytes, budget_bytes + weights_bytes, budget_bytes)
+        return MemoryPlan(weights_bytes, budget_bytes, budget_bytes + weights_bytes, budget_bytes, is_shared)
     weights_bytes = array_bytes(parts) - adapters_bytes
     allowed = share.process_bytes if utilization is None else int(here.memory_bytes * utilization)
     most = min(share.num_bytes, allowed) - adapters_bytes
@@ -72,7 +77,8 @@ def loaded_bytes(
             param="gpu_memory_utilization",
         )
     most_bytes = allowed - adapters_bytes - weights_bytes
-    return LoadedBytes(weights_bytes, most - weights_bytes, share.process_bytes, most_bytes, share.loaded_bytes)
+    budget_bytes = most - weights_bytes
+    return MemoryPlan(weights_bytes, budget_bytes, share.process_bytes, most_bytes, is_shared, share.loaded_bytes)
 
 
 def array_bytes(parts: Iterable[object]) -> int:

@@ -23,13 +23,13 @@ from headrace.engine.draft_model import DraftModel, load_draft_model
 from headrace.engine.drafting import DrafterSetup, prepare_drafting
 from headrace.engine.features import FeatureCache
 from headrace.engine.group import Together
-from headrace.engine.loop import Loop, MemoryPlan, Parts
+from headrace.engine.loop import Loop, Parts
 from headrace.engine.memory import (
     DEFAULT_CONTEXT,
     SHARED_CONTEXT,
-    LoadedBytes,
+    MemoryPlan,
     chosen_context,
-    loaded_bytes,
+    plan_memory,
     sample_state,
     state_pool,
 )
@@ -141,7 +141,7 @@ def prepare(
     told = description, ModelMemory(held.weights_bytes, least_bytes, held.most_bytes)
     if ranks is not None and ranks.rank:
         return Follower(ranks, runner, parts.prefixes, warm_up, knobs.max_num_seqs), *told
-    plan = MemoryPlan(budget_bytes, held.weights_bytes, of_draft, held.process_bytes, here.kind != "cuda")
+    plan = replace(held, budget_bytes=budget_bytes, fixed_bytes=of_draft)
     return Loop(runner, scheduler, parts, warm_up, plan, memory, inbox, turns), *told
 
 
@@ -156,7 +156,7 @@ class _Whole:
     tower_lines: tuple[str, ...]
     adapters: AdapterPool
     named_adapters: tuple[AdapterDescription, ...]
-    memory: LoadedBytes
+    memory: MemoryPlan
 
 
 def _load_parts(
@@ -181,7 +181,7 @@ def _load_parts(
     taken = files.name, *config.server.served_model_name
     adapters, named = load_adapters(config.models.adapter, taken, loaded)
     roots = (loaded.packed, drafting, found, draft, drafter)
-    memory = loaded_bytes(here, config.engine.gpu_memory_utilization, share, roots, adapters.num_bytes)
+    memory = plan_memory(here, config.engine.gpu_memory_utilization, share, roots, adapters.num_bytes)
     tower, lines = (None, ()) if found is None else (found[0], (found[1],))
     return _Whole(loaded, drafting, draft, tower, lines, adapters, named, memory)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from headrace.backend.device import Device
 from headrace.config import Config
 from headrace.engine.commands import Command
-from headrace.engine.loop import Loop, MemoryPlan, Parts
-from headrace.engine.memory import chosen_context, loaded_bytes
+from headrace.engine.loop import Loop, Parts
+from headrace.engine.memory import chosen_context, plan_memory
 from headrace.engine.pooling import BATCH_TOKENS, EncoderRunner
 from headrace.engine.turns import DeviceTurns
 from headrace.engine.warm_up import WarmUp
@@ -35,15 +35,14 @@ def prepare_encoder(
     """report: lines about the device. Without states and caches: an encoder computes a text as a whole."""
     knobs = config.engine
     loaded = load_encoder(files, config.models.dtype, here)
-    held = loaded_bytes(here, knobs.gpu_memory_utilization, share, (loaded.encoder,))
+    held = plan_memory(here, knobs.gpu_memory_utilization, share, (loaded.encoder,))
     memory = MemoryBudget(held.budget_bytes, loaded.num_bytes)
     own_context = longest_input(files, loaded.encoder.max_length) or loaded.encoder.max_length
     max_model_len = chosen_context(knobs.max_model_len, own_context, memory)
     chunk = BATCH_TOKENS if knobs.prefill_chunk is None else knobs.prefill_chunk
     scheduler = Scheduler(knobs.max_num_seqs, chunk, max_model_len, memory=memory, max_queue=knobs.max_queue)
     warm_up = WarmUp(None, knobs.max_num_seqs, ())
-    plan = MemoryPlan(held.budget_bytes, held.weights_bytes, 0, held.process_bytes, here.kind != "cuda")
-    loop = Loop(EncoderRunner(loaded.encoder), scheduler, Parts(), warm_up, plan, memory, inbox, turns)
+    loop = Loop(EncoderRunner(loaded.encoder), scheduler, Parts(), warm_up, held, memory, inbox, turns)
     lines = (*report, *loaded.report, f"context: {max_model_len} tokens of an input")
     description = describe(files, TokenIds(loaded.encoder.num_ids), loaded.width, max_model_len, lines)
     return loop, description, ModelMemory(held.weights_bytes, memory.cost(max_model_len), held.most_bytes)
