@@ -55,7 +55,7 @@ def test_items_that_come_during_a_pause_are_delivered_after_it(monkeypatch: pyte
     delivery = Delivery()
     delivery.hand_over([(outputs, output(1))])
     loop.run_ready()
-    assert [(delay_s, taken) for delay_s, _ in loop.timers] == [(0.014, [output(1)])], "seven times as long as the delivery took"
+    assert [(delay_s, taken) for delay_s, _ in loop.timers] == [(0.014, [output(1)])], "seven times the delivery"
     delivery.hand_over([(outputs, output(2))])
     delivery.hand_over([(outputs, output(3))])
     loop.run_ready()
