@@ -180,10 +180,8 @@ class PackedModel:
         if self._compiled is None:
             # rows may share arrays
             return list({id(array): array for row in rows for array in row.state.arrays()}.values())
-        found = [array for row in rows if row.state.snapshot_points for array in row.state.snapshot_arrays()]
-        if self._adapters.tap.keeps_hidden:
-            found += [array for row in rows for array in row.state.layer(self.hidden_key, HiddenState).newest]
-        return found
+        # hidden rows are computed on the way to the logits
+        return [array for row in rows if row.state.snapshot_points for array in row.state.snapshot_arrays()]
 
     def _logits(self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array) -> mx.array:
         tap = self._adapters.tap

@@ -166,11 +166,6 @@ class HiddenState:
         self.first, self.end = length - num_rows, length
         self.num_folded = self.first + 1
 
-    @property
-    def newest(self) -> tuple[mx.array, ...]:
-        """The array of the last window's rows."""
-        return tuple(piece.array for piece in self._pieces[-1:])
-
     def arrays(self) -> tuple[mx.array, ...]:
         return tuple(piece.array for piece in self._pieces)
 
