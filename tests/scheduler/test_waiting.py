@@ -20,10 +20,11 @@ class Queue:
         self.shares = FairShares()
         self.waiting = WaitingQueue(self.shares)
 
-    def push(self, name: str, session: str = "", priority: int = 0, prompt: int = 10) -> None:
+    def push(self, name: str, session: str = "", priority: int = 0, prompt: int = 10) -> LiveRequest:
         live = LiveRequest(request(name, prompt, session=session, priority=priority), 0.0)
         self.shares.join(session)
         self.waiting.push(live)
+        return live
 
     def start(self) -> LiveRequest:
         """The next one starts and is kept."""
@@ -179,3 +180,57 @@ def test_sessions_that_always_have_something_queued_are_served_alike(sizes: list
         assert abs(served["a"] - served["b"]) <= 50 * (1 + 20 // OLDEST_EVERY)
     assert served["a"] > 0
     assert served["b"] > 0
+
+
+def by_all(queue: Queue, lives: list[LiveRequest], held_back: set[str]) -> LiveRequest | None:
+    """The next one by looking at all: the lowest turn, ties by the arrival of the first of priority and session."""
+    arrival = {(live.request.priority, live.request.session): number for number, live in reversed([*enumerate(lives)])}
+
+    def rank(live: LiveRequest) -> tuple[object, int]:
+        return queue.waiting.turn(live.request), arrival[live.request.priority, live.request.session]
+
+    return min((live for live in lives if live.id not in held_back), key=rank, default=None)
+
+
+steps = st.tuples(
+    st.sampled_from(["push", "push", "start", "drop", "serve", "end"]),
+    st.sampled_from("abcd"),
+    st.integers(-1, 1),
+    st.integers(0, 2**6 - 1),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(steps, max_size=60))
+def test_the_next_one_has_the_lowest_turn_whatever_happens(
+    program: list[tuple[str, str, int, int]],
+) -> None:
+    queue, lives, running = Queue(), list[LiveRequest](), list[LiveRequest]()
+    for number, (step, session, priority, bits) in enumerate(program):
+        held_back = {live.id for place, live in enumerate(lives) if bits >> place % 6 & 1}
+        if step == "push":
+            lives.append(queue.push(f"r{number}", session, priority, prompt=1 + bits))
+        elif step == "drop" and lives:
+            queue.waiting.remove(live := lives.pop(bits % len(lives)))
+            queue.shares.leave(live.request.session)
+        elif step == "end" and running:
+            queue.shares.leave(running.pop(bits % len(running)).request.session)
+        elif step == "serve" and running:
+            queue.shares.serve(running[bits % len(running)].request.session, 1 + bits)
+        # a row that a preemption would free is never given to the oldest
+        found = queue.waiting.next(held_back, has_row=False)
+        assert found is by_all(queue, lives, held_back)
+        if step == "start" and found is not None:
+            queue.waiting.start(found, has_row=False)
+            lives.remove(found)
+            running.append(found)
+
+
+def test_a_session_that_comes_back_to_an_idle_queue_has_no_old_turn() -> None:
+    queue = Queue()
+    queue.push("long", session="a", prompt=1000)
+    queue.serve_next()
+    queue.push("again", session="a", prompt=10)
+    queue.push("other", session="b", prompt=10)
+    assert queue.waiting.next(has_row=False) is not None
+    assert queue.order() == ["again", "other"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from scheduler.made_up import AMPLE, answer, request
 
 from headrace.scheduler.admission import SLICE_TOKENS, MemoryBudget
+from headrace.scheduler.rows import MAX_HELD_BACK
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.stages import PromptPlan
 from headrace.types.request import GenerationRequest
@@ -105,3 +106,33 @@ def test_one_that_waits_in_a_stage_is_overtaken_and_says_so_until_it_lacks_a_row
     assert reasons(scheduler) == {"slow": WaitReason.MEDIA, "other": None}
     scheduler.add(request("third", 10), 0.0)
     assert reasons(scheduler) == {"slow": WaitReason.MEDIA, "other": None, "third": WaitReason.ROWS}
+
+
+class OnePrefix:
+    """All prompts share a prefix that the first one computes. attempts: to start, since they were last counted."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
+        self.attempts += 1
+        return plan if request.request_id == "0" else WaitReason.PREFIX
+
+    def still_waits(self, request_id: str) -> bool:
+        return False
+
+    def end(self, request_id: str) -> None:
+        pass
+
+
+def test_a_step_tries_a_limited_number_of_requests_that_others_may_overtake() -> None:
+    stage = OnePrefix()
+    scheduler = Scheduler(4, 64, 1000, memory=AMPLE, stages=[stage])
+    for number in range(500):
+        scheduler.add(request(str(number), 10), 0.0)
+    for attempts in (1 + MAX_HELD_BACK, MAX_HELD_BACK):  # the first one starts in the first step
+        stage.attempts = 0
+        step(scheduler)
+        assert stage.attempts == attempts
+    found = list(reasons(scheduler).values())
+    assert found == [None, *[WaitReason.PREFIX] * MAX_HELD_BACK, *[WaitReason.TURN] * (499 - MAX_HELD_BACK)]

@@ -12,6 +12,10 @@ from headrace.types.status import WaitReason
 ROOM = {WaitReason.ROWS, WaitReason.MEMORY}
 """What a request waits for without letting others overtake it."""
 
+MAX_HELD_BACK = 64
+"""So many may be overtaken in one step: each attempt to start looks into the prefix cache, and thousands of requests
+may wait for the same prefix."""
+
 
 class Rows:
     """Sequences that have started and not ended, oldest first.
@@ -36,6 +40,8 @@ class Rows:
         self._preempted: list[str] = []
         self._held_back: dict[str, WaitReason] = {}
         """Requests and preempted sequences that could not start or resume for the next step, and why, by id."""
+        self._none_may_start = False
+        """Of the requests that were not tried for the next step."""
         self.num_preemptions = 0
         """Preemptions of sequences so far."""
 
@@ -81,7 +87,7 @@ class Rows:
             return waits_for
         if not self._admission.has_rows(len(live.sequences)):
             return WaitReason.ROWS
-        return WaitReason.TURN if ROOM & set(self._held_back.values()) else WaitReason.STEP
+        return WaitReason.TURN if self._none_may_start else WaitReason.STEP
 
     def take_preempted(self) -> tuple[str, ...]:
         preempted = tuple(self._preempted)
@@ -115,11 +121,11 @@ class Rows:
         flight.
         """
         short = [sequence.id for sequence in self._started.values() if sequence.lacks_bytes]
-        none_may_start = bool(short)
+        self._none_may_start = bool(short)
         self._held_back = dict.fromkeys(short, WaitReason.MEMORY)
         while True:
             has_row = self._admission.has_rows(1)
-            live = None if none_may_start else self._waiting.next(self._held_back, has_row=has_row)
+            live = None if self._none_may_start else self._waiting.next(self._held_back, has_row=has_row)
             preempted = self._next_preempted()
             if preempted is not None and (
                 live is None or self._waiting.goes_first(preempted.request, live.request, has_row=has_row)
@@ -131,7 +137,7 @@ class Rows:
                 return
             if lacking is not None:
                 self._held_back[tried] = lacking
-                none_may_start |= lacking in ROOM
+                self._none_may_start |= lacking in ROOM or len(self._held_back) >= MAX_HELD_BACK
 
     def _next_preempted(self) -> Sequence | None:
         passed = {*self._held_back, *self._preempted}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from itertools import count
 
 from headrace.scheduler.live_request import LiveRequest
 from headrace.types.request import GenerationRequest
@@ -13,6 +15,13 @@ OLDEST_EVERY = 4
 
 So a request that finds m others in the queue is among the next OLDEST_EVERY * (m + 1) starts, whatever arrives later.
 """
+
+
+_Class = tuple[int, str]
+"""Priority and session: requests that are ranked alike, and start in the order of their arrival."""
+
+_Turn = tuple[int, tuple[float, int]]
+"""Priority, and the session's rank. The lowest starts first."""
 
 
 @dataclass(slots=True)
@@ -92,6 +101,13 @@ class WaitingQueue:
     def __init__(self, shares: FairShares) -> None:
         self._shares = shares
         self._waiting: dict[str, LiveRequest] = {}
+        """In the order of arrival."""
+        self._classes: dict[_Class, dict[str, LiveRequest]] = {}
+        """The same, by what ranks them."""
+        self._heap: list[tuple[_Turn, int, _Class]] = []
+        """Of each class its turn and its first arrival, or earlier ones: both only ever get later. See `_lowest`."""
+        self._arrivals: dict[str, int] = {}
+        self._next_arrival = count()
         self._num_started = 0
 
     def __len__(self) -> int:
@@ -103,10 +119,18 @@ class WaitingQueue:
         return [live for live in self._waiting.values() if self.turn(live.request) <= turn]
 
     def push(self, live: LiveRequest) -> None:
+        if not self._waiting:
+            self._heap.clear()  # an idle session may have come back with an earlier turn
+            self._classes.clear()
         self._waiting[live.id] = live
+        self._arrivals[live.id] = arrival = next(self._next_arrival)
+        if (key := _class_of(live)) not in self._classes:
+            heappush(self._heap, (self.turn(live.request), arrival, key))
+        self._classes.setdefault(key, {})[live.id] = live
 
     def remove(self, live: LiveRequest) -> None:
-        del self._waiting[live.id]
+        del self._waiting[live.id], self._arrivals[live.id]
+        del self._classes[_class_of(live)][live.id]
 
     def next(self, held_back: Container[str] = (), *, has_row: bool = True) -> LiveRequest | None:
         """The request to start next, unless all are held back.
@@ -114,17 +138,32 @@ class WaitingQueue:
         has_row: whether a row is free. If not, a sequence would have to be preempted, which is never done merely for
         the longest wait.
         """
-        waiting = [live for live in self._waiting.values() if live.id not in held_back]
-        if not waiting:
-            return None
         if has_row and self._is_oldest_turn:
-            return waiting[0]
-        # equal keys: min keeps the first, and the list has the order of arrival
-        return min(waiting, key=lambda live: self.turn(live.request))
+            return _first(self._waiting.values(), held_back)
+        return self._lowest(held_back)
+
+    def _lowest(self, held_back: Container[str]) -> LiveRequest | None:
+        passed, found = [], None
+        while self._heap and found is None:
+            *_, key = known = self._heap[0]
+            alike = self._classes[key]
+            if not alike:
+                heappop(self._heap)
+                del self._classes[key]
+                continue
+            first = next(iter(alike.values()))
+            current = self.turn(first.request), self._arrivals[first.id], key
+            if current != known:
+                heapreplace(self._heap, current)
+            elif (found := _first(alike.values(), held_back)) is None:
+                passed.append(heappop(self._heap))
+        for each in passed:
+            heappush(self._heap, each)
+        return found
 
     def start(self, live: LiveRequest, *, has_row: bool = True) -> None:
         """Remove a request that starts now. has_row: as for `next`."""
-        del self._waiting[live.id]
+        self.remove(live)
         self._take_turn(live.request, len(live.request.prompt), has_row)
 
     def resume(self, request: GenerationRequest, *, has_row: bool) -> None:
@@ -138,7 +177,7 @@ class WaitingQueue:
         """
         return (has_row and self._is_oldest_turn) or self.turn(preempted) <= self.turn(waiting)
 
-    def turn(self, request: GenerationRequest) -> tuple[int, tuple[float, int]]:
+    def turn(self, request: GenerationRequest) -> _Turn:
         return request.priority, self._shares.rank(request.session)
 
     @property
@@ -149,3 +188,11 @@ class WaitingQueue:
         # a row freed by a preemption doesn't count: the oldest request gets its share of the free ones
         self._num_started += has_row
         self._shares.take_turn(request.session, num_tokens)
+
+
+def _class_of(live: LiveRequest) -> _Class:
+    return live.request.priority, live.request.session
+
+
+def _first(waiting: Iterable[LiveRequest], held_back: Container[str]) -> LiveRequest | None:
+    return next((live for live in waiting if live.id not in held_back), None)
