@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 Result = TypeVar("Result")
@@ -18,8 +19,8 @@ class WorkCancelled(BaseException):
     """The work's result is no longer wanted. Not an Exception, so that no handler treats it as a failure."""
 
 
-class _Cancellation:
-    """Whether one thread's work was cancelled, and what interrupts its current call."""
+class Cancellation:
+    """Whether a piece of work was cancelled, and what interrupts its current call."""
 
     def __init__(self) -> None:
         self._is_cancelled = False
@@ -49,7 +50,18 @@ class _Cancellation:
             self.check()
 
 
-_current: ContextVar[_Cancellation] = ContextVar("cancellation", default=_Cancellation())  # noqa: B039
+_current: ContextVar[Cancellation] = ContextVar("cancellation", default=Cancellation())  # noqa: B039
+
+
+def call_cancellable(cancellation: Cancellation, function: Callable[[], Result]) -> Result:
+    """The function's result; once it is cancelled, the next `check_cancelled` in it raises."""
+
+    def work() -> Result:
+        _current.set(cancellation)
+        cancellation.check()
+        return function()
+
+    return copy_context().run(work)
 
 
 async def run_in_thread(
@@ -63,15 +75,10 @@ async def run_in_pool(
     pool: Executor | None, function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
     """As `run_in_thread`, in a pool's thread. pool: None for the event loop's own."""
-    cancellation = _Cancellation()
-
-    def work() -> Result:
-        _current.set(cancellation)
-        cancellation.check()
-        return function(*args, **kwargs)
-
+    cancellation = Cancellation()
+    work = partial(copy_context().run, call_cancellable, cancellation, partial(function, *args, **kwargs))
     try:
-        return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
     except asyncio.CancelledError:
         cancellation.cancel()
         raise

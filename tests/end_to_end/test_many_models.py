@@ -19,6 +19,7 @@ from loopback import serving
 from headrace.cli.serve_models import served_models
 from headrace.cli.serve_plan import ServePlan, read_plan
 from headrace.config import ServerConfig
+from headrace.errors import RequestCancelled
 from headrace.session.models import Models
 from headrace.types.status import ModelState
 
@@ -26,6 +27,7 @@ SMALL = ("miniature", "miniature-draft")
 ALL = (*SMALL, "smollm2")
 QUESTIONS = ("What is the capital of France?", "Count to five.", "Name a colour.")
 NUM_TOKENS = 12
+MILLION = 10**6
 
 
 def plan_of(*words: str) -> ServePlan:
@@ -131,6 +133,32 @@ def load_and_unload(num_rounds: int) -> None:
             assert left[-1] <= 0.01 * weights[0], left
             assert all(each == threads[0] for each in threads), threads
             assert "headrace-engine" not in threads[0]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_load_leaves_no_bytes_and_no_thread() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=cancel_loads)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def cancel_loads() -> None:
+    async def scenario() -> None:
+        async with served(plan_of(*SMALL)) as (models, client):
+            entry, before = models.entries[0], mx.get_active_memory()
+            load = asyncio.create_task(models.load(entry))
+            while mx.get_active_memory() < 5 * MILLION:  # its weights are being read
+                assert not load.done()
+                await asyncio.sleep(0.001)
+            await models.unload(entry)
+            with pytest.raises(RequestCancelled):
+                await load
+            assert entry.state is ModelState.SLEEPING
+            assert mx.get_active_memory() <= before + MILLION // 10
+            assert "headrace-engine" not in {each.name for each in threading.enumerate()}
+            assert await answer(client, SMALL[0], QUESTIONS[0])
 
     asyncio.run(scenario())
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 from fakes import FakeEngine, fake_session
 
+from headrace.cancellation import check_cancelled
 from headrace.errors import InvalidRequest, ModelError, ModelNotFound, ModelUnavailable, RequestCancelled
+from headrace.session.embeddings import AnySession
 from headrace.session.model_entry import ModelEntry, ModelSource
 from headrace.session.models import Models
 from headrace.session.session import Session
@@ -84,8 +90,8 @@ class Shelf:
     def entry(self, name: str) -> ModelEntry:
         return self.models.resolve(name).entry
 
-    async def touch(self, name: str) -> None:
-        async with self.models.use(self.entry(name), f"touch {name}"):
+    async def touch(self, name: str, number: int = 0) -> None:
+        async with self.models.use(self.entry(name), f"touch {name}{number or ''}"):
             pass
 
     @property
@@ -257,5 +263,135 @@ def test_the_room_for_a_model_is_what_the_others_leave() -> None:
         assert share is not None
         assert 500 + 300 + share.num_bytes <= 2_000
         assert (share.process_bytes, share.loaded_bytes) == (2_000, 500)
+
+    play(scenario)
+
+
+def test_a_model_whose_size_is_unknown_gets_room_too() -> None:
+    shelf = Shelf(10_000, "a", "b")
+    source = ModelSource("b", lambda: 0, shelf.entry("b").source.load, ModelOutline)
+    shelf.entry("b").source = source
+
+    async def scenario() -> None:
+        await shelf.touch("a")
+        await shelf.touch("b")
+        assert shelf.loaded == ["a", "b"]
+
+    play(scenario)
+
+
+class SlowShelf(Shelf):
+    """Loads end once `may_end` is set, or when they are cancelled."""
+
+    def __init__(self, total: int, *names: str) -> None:
+        super().__init__(total, *names)
+        self.may_end = threading.Event()
+        self.begun: list[str] = []
+        for entry in self.models.entries:
+            entry.source = replace(entry.source, load=partial(self._slowly, entry.name, entry.source.load))
+
+    def _slowly(self, name: str, load: Callable[[MemoryShare | None], AnySession], share: MemoryShare | None) -> Any:
+        self.begun.append(name)
+        while not self.may_end.wait(0.005):
+            check_cancelled()
+        return load(share)
+
+    async def has_begun(self, name: str) -> None:
+        while name not in self.begun:
+            await asyncio.sleep(0.005)
+
+    async def leave(self, *requests: asyncio.Task[None]) -> None:
+        """Their clients disconnect."""
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+
+
+def test_a_load_without_clients_goes_on_until_another_model_is_wanted() -> None:
+    shelf = SlowShelf(10_000, "a", "b")
+
+    async def scenario() -> None:
+        impatient = [asyncio.create_task(shelf.touch("a", number)) for number in range(2)]
+        await shelf.has_begun("a")
+        await shelf.leave(*impatient)
+        await asyncio.sleep(0.05)
+        assert shelf.entry("a").state is ModelState.LOADING, "for a client that asks again"
+        other = asyncio.create_task(shelf.touch("b"))
+        await shelf.has_begun("b")
+        assert (shelf.entry("a").state, shelf.entry("a").loading_since) == (ModelState.SLEEPING, None)
+        shelf.may_end.set()
+        await other
+        assert shelf.loaded == ["b"]
+        await shelf.touch("a")
+        assert shelf.loaded == ["a", "b"]
+
+    play(scenario)
+
+
+def test_a_load_that_clients_wait_for_is_not_cancelled_for_another() -> None:
+    shelf = SlowShelf(10_000, "a", "b")
+
+    async def scenario() -> None:
+        patient, leaving = (asyncio.create_task(shelf.touch("a", number)) for number in range(2))
+        await shelf.has_begun("a")
+        other = asyncio.create_task(shelf.touch("b"))
+        await shelf.leave(leaving)
+        await asyncio.sleep(0.05)
+        assert shelf.begun == ["a"]
+        shelf.may_end.set()
+        await asyncio.gather(patient, other)
+        assert shelf.loaded == ["a", "b"]
+
+    play(scenario)
+
+
+def test_a_request_for_a_model_whose_load_is_being_cancelled_loads_it_again() -> None:
+    shelf = SlowShelf(10_000, "a", "b")
+
+    async def scenario() -> None:
+        leaving = asyncio.create_task(shelf.touch("a"))
+        await shelf.has_begun("a")
+        await shelf.leave(leaving)
+        other = asyncio.create_task(shelf.touch("b"))
+        await asyncio.sleep(0)  # it has cancelled the load, which has not ended yet
+        again = asyncio.create_task(shelf.touch("a"))
+        shelf.may_end.set()
+        await asyncio.gather(other, again)
+        assert shelf.loaded == ["a", "b"]
+
+    play(scenario)
+
+
+def test_a_load_that_waits_for_memory_ends_with_its_last_client() -> None:
+    shelf = SlowShelf(700, "a", "b")
+    shelf.may_end.set()
+
+    async def scenario() -> None:
+        async with shelf.models.use(shelf.entry("a"), "long"):
+            leaving = asyncio.create_task(shelf.touch("b"))
+            await asyncio.sleep(0.02)
+            await shelf.leave(leaving)
+            while shelf.entry("b").state is not ModelState.SLEEPING:
+                await asyncio.sleep(0.005)
+        await shelf.touch("a")
+        assert shelf.begun == ["a"], "it has not been unloaded for the one that left"
+
+    play(scenario)
+
+
+def test_a_load_is_ended_by_hand_unless_requests_wait_for_it() -> None:
+    shelf = SlowShelf(10_000, "a")
+
+    async def scenario() -> None:
+        a = shelf.entry("a")
+        request, operator = asyncio.create_task(shelf.touch("a")), asyncio.create_task(shelf.models.load(a))
+        await shelf.has_begun("a")
+        with pytest.raises(InvalidRequest, match="a is loaded for 1 request:"):
+            await shelf.models.unload(a)
+        await shelf.leave(request)
+        await shelf.models.unload(a)
+        with pytest.raises(RequestCancelled, match="loading a was cancelled"):
+            await operator
+        assert (a.state, shelf.loaded, shelf.models.waiting(a)) == (ModelState.SLEEPING, [], ())
 
     play(scenario)

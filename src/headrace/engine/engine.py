@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from headrace.backend import device
+from headrace.cancellation import WorkCancelled
 from headrace.config import Config
 from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
 from headrace.engine.delivery import Item, OutputQueue
@@ -170,7 +172,9 @@ class Engine:
         self._model: ModelDescription | None = None
         self._loop: Loop | Follower | None = None
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
+        # in the caller's context, so that a load can be cancelled
+        run = partial(copy_context().run, self._run)
+        self._thread = threading.Thread(target=run, name="headrace-engine", daemon=True)
 
     @classmethod
     def launch(
@@ -334,7 +338,7 @@ class Engine:
                     self._config, self._inbox, self._constraints, self._turns, self._share, self._ranks
                 )
             self._loop = loop
-        except HeadraceError as error:  # handed to the caller of launch
+        except (HeadraceError, WorkCancelled) as error:  # handed to the caller of launch
             self._launch_error = error
             return
         finally:

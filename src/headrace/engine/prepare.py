@@ -14,6 +14,7 @@ import mlx.core as mx
 from headrace.backend import blas, device
 from headrace.backend.device import Device
 from headrace.backend.mac import wire
+from headrace.cancellation import check_cancelled
 from headrace.config import Config
 from headrace.config_loading import set_up_libraries
 from headrace.engine.adapters import AdapterPool, load_adapters
@@ -107,6 +108,7 @@ def prepare(
         return prepare_encoder(config, files, inbox, here, (*_device_lines(here, products),), turns, share)
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     whole = _load_parts(config, files, here, constraints, share, together, chunk)
+    check_cancelled()
     loaded, drafting, draft, held = whole.model, whole.drafting, whole.sparse_draft, whole.memory
     wired = () if here.mac is None else (wire(here.mac, knobs.wired, held.weights_bytes + held.others_bytes),)
     budget_bytes = together.least(held.budget_bytes)

@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, tqdm
 
+from headrace.cancellation import check_cancelled
 from headrace.errors import ModelError
 from headrace.models.hub import HTTP_ERROR, HubFile, Repository, cache_of, first_line, split_revision, unfinished
 from headrace.models.in_use import hold
@@ -73,7 +75,9 @@ def _fetch_weights(repository: Repository) -> None:
     ]
     pool = ThreadPoolExecutor(_MOST_AT_ONCE)
     try:
-        for done in as_completed([pool.submit(_fetch_large, repository, file) for file in large]):
+        # each in this context, so that the download can be cancelled
+        calls = [pool.submit(copy_context().run, _fetch_large, repository, file) for file in large]
+        for done in as_completed(calls):
             done.result()
     except (GatedRepoError, RepositoryNotFoundError):
         raise
@@ -86,10 +90,15 @@ def _fetch_weights(repository: Repository) -> None:
 
 
 class _NoBar(tqdm):
-    """Several bars of files would overwrite our line."""
+    """Several bars of files would overwrite our line. It is updated with each piece that arrives."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "disable": True})
+
+    def update(self, n: float | None = 1) -> bool | None:
+        check_cancelled()
+        is_shown: bool | None = super().update(n)
+        return is_shown
 
 
 def _snapshot(repository: Repository, revision: str | None, files: Sequence[str]) -> Path:

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.device import Device
 from headrace.backend.kernels import Kernels
+from headrace.cancellation import check_cancelled
 from headrace.errors import ModelError
 from headrace.families.registry import find_family
 from headrace.models.levels import Level, Levels, choose_levels
@@ -143,6 +144,7 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
     others = ((levels, kernels, note or untold) for levels, note in _candidates(chosen))
     for levels, with_kernels, note in (*fused, *others):
         packed = PackedModel(model, levels, with_kernels)
+        check_cancelled()
         packed.kernels = replace(with_kernels, attention_pairs=0)  # so that its long chunk is computed like longer ones
         margin = compare(packed, reference)
         packed.kernels = with_kernels

@@ -16,11 +16,15 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import _get_classes, load_model
 
+from headrace.cancellation import check_cancelled
 from headrace.errors import ModelError
 from headrace.models.source import ModelFiles, foreign_errors
 
 MEMORY_SHARE = 0.7
 """Share of the machine's memory that weights held in float32 may take; the rest is for states and the system."""
+
+_PIECE_BYTES = 2**30
+"""Weights read at once: well under a second on most disks."""
 
 LISTED_NAMES = 5
 """Missing weights named in an error; the rest are counted."""
@@ -141,21 +145,35 @@ def hold(model: Any, dtype: str, device: str, memory_bytes: int) -> str:
         dtype = "float32" if device == "cpu" else "stored"
         needed = num_parameters(model) * 4
         if dtype == "float32" and needed > MEMORY_SHARE * memory_bytes:
-            mx.eval(model.parameters())
+            _evaluate(model)
             return (
                 f"weights: {stored}, as stored; in float32 they would run faster on this CPU, "
                 f"but take {needed / 1e9:.1f} of {memory_bytes / 1e9:.1f} GB"
             )
     if dtype == "stored":
-        mx.eval(model.parameters())
+        _evaluate(model)
         return f"weights: {stored}, as stored"
     if dtype == "float32":
         _dequantize(model)
     cast(model, getattr(mx, dtype))
-    mx.eval(model.parameters())
+    _evaluate(model)
     if any("scales" in module for _, module in model.named_modules()):
         return f"weights: {_stored_precision(model)}, as stored, and {dtype} around them"
     return f"weights: {dtype}" + ("" if stored == dtype else f", stored as {stored}")
+
+
+def _evaluate(model: Any) -> None:
+    """Read all weights, in pieces between which the load can be cancelled."""
+    piece, num_bytes = [], 0
+    for array in parameters_of(model).values():
+        piece.append(array)
+        num_bytes += array.nbytes
+        if num_bytes >= _PIECE_BYTES:
+            mx.eval(piece)
+            check_cancelled()
+            piece, num_bytes = [], 0
+    mx.eval(piece)
+    check_cancelled()
 
 
 def cast(model: Any, dtype: mx.Dtype) -> None:
@@ -222,6 +240,7 @@ def _dequantize(model: Any) -> None:
             continue
         model.update_modules(tree_unflatten([(path, plain)]))
         mx.eval(plain.parameters())
+        check_cancelled()
 
 
 def _all_to_sharded(module: Any) -> nn.Module:

@@ -30,8 +30,9 @@ from headrace.server.model_calls import Body, read_json_body
 from headrace.server.responses import ignored_headers
 from headrace.server.session_header import session_header
 from headrace.session.embeddings import text_session
-from headrace.session.models import Models, ResolvedModel
+from headrace.session.models import Models
 from headrace.session.prompts import generation_ids
+from headrace.session.served_models import ResolvedModel
 from headrace.session.session import Session
 from headrace.types.chat import ChatRequest, CompletionRequest
 from headrace.types.events import Event, Forecast

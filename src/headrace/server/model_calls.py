@@ -13,7 +13,8 @@ from headrace.server.bookkeeping import RequestRecord
 from headrace.server.connection import while_connected
 from headrace.server.responses import parse_apart, read_body
 from headrace.session.embeddings import AnySession
-from headrace.session.models import Models, ResolvedModel
+from headrace.session.models import Models
+from headrace.session.served_models import ResolvedModel
 
 Result = TypeVar("Result")
 Parsed = TypeVar("Parsed")

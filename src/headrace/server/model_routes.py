@@ -47,12 +47,12 @@ def model_routes(served: Models, config: ServerConfig) -> list[Route]:
         return JSONResponse({"version": __version__})
 
     async def load(request: Request) -> Response:
-        entry = served.resolve(request.path_params["name"]).entry
+        entry = served.named(request.path_params["name"])
         await while_connected(request.receive, served.load(entry))
         return JSONResponse(one_model(entry.name, _listed(served), created, config.owned_by, _parents(served)))
 
     async def unload(request: Request) -> Response:
-        entry = served.resolve(request.path_params["name"]).entry
+        entry = served.named(request.path_params["name"])
         await while_connected(request.receive, served.unload(entry))
         return JSONResponse(one_model(entry.name, _listed(served), created, config.owned_by, _parents(served)))
 

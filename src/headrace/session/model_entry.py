@@ -7,9 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import TypeVar
 
+from headrace.cancellation import Cancellation, call_cancellable
 from headrace.engine.engine import memory_in_use
+from headrace.errors import InvalidRequest
 from headrace.session.embeddings import AnySession, EmbeddingSession
 from headrace.types.memory import MemoryShare
 from headrace.types.model import ModelOutline, ModelTraits
@@ -59,6 +62,8 @@ class ModelEntry:
         """New requests wait until another model has been loaded."""
         self.budget_bytes = 0
         self.loading_since: float | None = None
+        self.loading = Cancellation()
+        """Ends the load in progress."""
         self._outline: ModelOutline | None = None
         self._bytes_before = self._expected_bytes = 0
 
@@ -91,6 +96,14 @@ class ModelEntry:
         """Whether it is loaded, and its engine has ended."""
         return self.session is not None and self.session.health() is not None
 
+    def refuse_to_unload(self, num_requests: int) -> None:
+        """Raises InvalidRequest if there are requests that need it."""
+        if num_requests:
+            needed = "is loaded for" if self.session is None else "serves"
+            requests = "1 request" if num_requests == 1 else f"{num_requests} requests"
+            message = f"{self.name} {needed} {requests}: it can be unloaded once they are over"
+            raise InvalidRequest(message, param="model")
+
     def begin_loading(self, expected_bytes: int) -> None:
         self._bytes_before, self._expected_bytes = memory_in_use(), expected_bytes
         self.loading_since = time.monotonic()
@@ -115,8 +128,17 @@ class ModelEntry:
         )
 
 
-async def in_daemon(function: Callable[[], Result]) -> Result:
-    """The function's result, from a thread that no exit of the process waits for."""
+def without_locals(error: BaseException) -> BaseException:
+    """The error, whose traceback and causes no longer hold what was loaded before it."""
+    each: BaseException | None = error
+    while each is not None:
+        clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+    return error
+
+
+async def in_daemon(function: Callable[[], Result], cancellation: Cancellation) -> Result:
+    """The function's result, from a thread that no exit of the process waits for. Raises WorkCancelled."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
@@ -131,9 +153,9 @@ async def in_daemon(function: Callable[[], Result]) -> Result:
     def run() -> None:
         result, failure = None, None
         try:
-            result = function()
+            result = call_cancellable(cancellation, function)
         except BaseException as error:  # handed to the waiting task
-            failure = error
+            failure = without_locals(error)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 

@@ -1,4 +1,4 @@
-"""The served models: which one a request means, loading and unloading them, and dividing the memory among them."""
+"""The served models: loading and unloading them, and dividing the memory among them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from headrace.cancellation import Cancellation, WorkCancelled
 from headrace.engine.engine import is_device_lost, release_memory
 from headrace.errors import (
     ConfigError,
     EngineDead,
     HeadraceError,
-    InvalidRequest,
-    ModelNotFound,
     ModelUnavailable,
     RequestCancelled,
 )
 from headrace.session.embeddings import AnySession
 from headrace.session.memory_division import divide, needed_room, room_beside
 from headrace.session.model_entry import ModelEntry, ModelSource, in_daemon
+from headrace.session.served_models import ServedModels
 from headrace.types.memory import MemoryShare
 from headrace.types.status import (
     IDLE_STATUS,
@@ -46,29 +46,22 @@ RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedModel:
-    """What a request's model name means. name: as the answer shows it. adapter: its name; None for none."""
-
-    entry: ModelEntry
-    name: str
-    adapter: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that waits for its model. since: in monotonic seconds. cancelled: settled by `abort`."""
+    """A request that waits for its model. since: in monotonic seconds. cancelled: settled by `abort`.
+
+    is_operators: it only wants the model to be loaded.
+    """
 
     entry: ModelEntry
     since: float
     cancelled: asyncio.Future[None]
+    is_operators: bool
 
 
-class Models:
+class Models(ServedModels):
     """All served models. Belongs to one event loop.
 
     total_bytes: for the weights, states and caches of all; None for a single model, which has the device to itself.
-    takes_any_name: an unknown name, or none, means the first model. needs_name: a request without a name is refused
-    even if there is one model only.
     """
 
     def __init__(
@@ -80,10 +73,8 @@ class Models:
         needs_name: bool = False,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self.entries = tuple(entries)
+        super().__init__(entries, takes_any_name=takes_any_name, needs_name=needs_name)
         self.total_bytes = total_bytes
-        self._takes_any_name = takes_any_name
-        self._needs_name = needs_name
         self._patience_s = patience_s
         self._turn = asyncio.Lock()
         """Held while models are loaded, unloaded, or given their memory."""
@@ -102,84 +93,78 @@ class Models:
         entry.session, entry.state = session, ModelState.LOADED
         return cls((entry,), takes_any_name=takes_any_name)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for entry in self.entries for name in (*entry.names, *entry.adapters))
-
-    @property
-    def main(self) -> ModelEntry:
-        """The one whose figures stand for the server where there is room for one: the first, or the first loaded."""
-        return next((entry for entry in self.entries if entry.session is not None), self.entries[0])
-
-    def loaded(self) -> tuple[tuple[ModelEntry, AnySession], ...]:
-        return tuple((entry, entry.session) for entry in self.entries if entry.session is not None)
-
-    def resolve(self, name: str | None) -> ResolvedModel:
-        """The model of this name. Raises ModelNotFound, and InvalidRequest without a name."""
-        for entry in self.entries:
-            if name in entry.names:
-                return ResolvedModel(entry, str(name))
-            if name in entry.adapters:
-                return ResolvedModel(entry, str(name), name)
-        for entry in self.entries:
-            if name == entry.source.word:
-                return ResolvedModel(entry, entry.name)
-        if self._takes_any_name or (name is None and len(self.entries) == 1 and not self._needs_name):
-            return ResolvedModel(self.entries[0], self.entries[0].name)
-        if name is None:
-            raise InvalidRequest(f"model is missing; served: {', '.join(self.names)}", param="model")
-        raise ModelNotFound(f"The model `{name}` does not exist; served: {', '.join(self.names)}", param="model")
-
     @asynccontextmanager
-    async def use(self, entry: ModelEntry, request_id: str) -> AsyncGenerator[AnySession, None]:
+    async def use(
+        self, entry: ModelEntry, request_id: str, *, is_operators: bool = False
+    ) -> AsyncGenerator[AnySession, None]:
         """The entry's session, which stays loaded inside the block; loads it first if need be.
 
-        request_id: under which `abort` ends the wait for loading. Raises ModelUnavailable and RequestCancelled.
+        request_id: under which `abort` ends the wait for loading. is_operators: it only wants the model to be loaded.
+        Raises ModelUnavailable and RequestCancelled.
         """
         entry.num_users += 1
         try:
             while (session := entry.session) is None or entry.gives_way:
-                await self._wait_for(entry, request_id)
+                await self._wait_for(entry, request_id, is_operators)
             yield session
         finally:
             entry.num_users -= 1
             entry.last_used = time.monotonic()
+            self._cancel_unwanted_loads()
             self._changed.set()
 
-    async def _wait_for(self, entry: ModelEntry, request_id: str) -> None:
+    async def _wait_for(self, entry: ModelEntry, request_id: str, is_operators: bool) -> None:
         if entry.state is ModelState.FAILED and time.monotonic() - entry.failed_at < RETRY_S:
             raise ModelUnavailable(f"{entry.name} can't be loaded: {entry.reason}", param="model")
-        waiting = _Waiting(entry, time.monotonic(), asyncio.get_running_loop().create_future())
+        waiting = _Waiting(entry, time.monotonic(), asyncio.get_running_loop().create_future(), is_operators)
         self._waiting[request_id] = waiting
         try:
             load = self._begin_load(entry)
             await asyncio.wait({load, waiting.cancelled}, return_when=asyncio.FIRST_COMPLETED)
             if waiting.cancelled.done():
-                raise RequestCancelled(f"request {request_id} was cancelled")
+                what = f"loading {entry.name}" if is_operators else f"request {request_id}"
+                raise RequestCancelled(f"{what} was cancelled")
             load.result()
         finally:
             del self._waiting[request_id]
 
     def _begin_load(self, entry: ModelEntry) -> asyncio.Task[None]:
         if entry not in self._loads:
+            entry.loading = Cancellation()
             task = asyncio.create_task(self._load(entry))
             self._loads[entry] = task
             task.add_done_callback(lambda _: self._loads.pop(entry, None))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no waiter
+            self._cancel_unwanted_loads()
         return self._loads[entry]
+
+    def _cancel_unwanted_loads(self) -> None:
+        """Cancel loads that no request waits for.
+
+        One that reads weights already goes on, since a client that was too impatient may ask again, unless another
+        model waits to be loaded.
+        """
+        for entry in self._loads:
+            others = any(other.num_users for other in self._loads if other is not entry)
+            if not entry.num_users and (others or entry.loading_since is None):
+                entry.loading.cancel()
 
     async def load(self, entry: ModelEntry) -> None:
         """Load a model now, whatever failed before. Raises ModelUnavailable."""
         entry.failed_at = 0.0
-        async with self.use(entry, f"load {entry.name} {time.monotonic()}"):
+        async with self.use(entry, f"loading {entry.name} {time.monotonic()}", is_operators=True):
             pass
 
     async def unload(self, entry: ModelEntry) -> None:
-        """Unload a model. Raises InvalidRequest while it serves requests."""
+        """Unload a model, or end its load. Raises InvalidRequest while requests need it."""
+        if (load := self._loads.get(entry)) is not None and entry.session is None:
+            loading = {id: each for id, each in self._waiting.items() if each.entry is entry and each.is_operators}
+            entry.refuse_to_unload(entry.num_users - len(loading))
+            entry.loading.cancel()
+            await asyncio.gather(*map(self.abort, loading))
+            await asyncio.wait({load})
         async with self._turn:
-            if entry.num_users:
-                message = f"{entry.name} serves {entry.num_users} requests: it can be unloaded once they are over"
-                raise InvalidRequest(message, param="model")
+            entry.refuse_to_unload(entry.num_users)
             await self._close(entry)
             await self._divide()
 
@@ -188,11 +173,17 @@ class Models:
         if entry.session is None:
             entry.state = ModelState.LOADING
         try:
-            expected_bytes = await in_daemon(entry.source.fetch)
+            expected_bytes = await in_daemon(entry.source.fetch, entry.loading)
             async with self._turn:
-                if entry.session is None:
-                    await self._load_beside(entry, expected_bytes)
-                await self._divide()
+                try:
+                    if entry.session is None:
+                        await self._load_beside(entry, expected_bytes)
+                finally:
+                    await self._divide()
+        except WorkCancelled:
+            if entry.session is None:
+                entry.state = ModelState.SLEEPING
+            log.info("the load of %s was cancelled: no request waits for it", entry.name)
         except HeadraceError as error:
             self._fail(entry, error.message)
             if len(self.entries) > 1:
@@ -207,7 +198,7 @@ class Models:
             share = await self._make_room(entry, expected_bytes)
             entry.begin_loading(expected_bytes)
             try:
-                entry.session = await in_daemon(partial(entry.source.load, share))
+                entry.session = await in_daemon(partial(entry.source.load, share), entry.loading)
             except ConfigError:
                 # It takes more than its files tell.
                 if not (victims := self._idle(entry)):
@@ -218,6 +209,9 @@ class Models:
                 entry.session.start_processes()
                 log.info("%s is loaded", entry.name)
                 return
+            finally:
+                if entry.session is None:
+                    await asyncio.to_thread(release_memory)
 
     async def _make_room(self, entry: ModelEntry, expected_bytes: int) -> MemoryShare | None:
         if self.total_bytes is None:
@@ -225,6 +219,7 @@ class Models:
         needed = needed_room(self.total_bytes, expected_bytes)
         until = time.monotonic() + self._patience_s
         while True:
+            entry.loading.check()
             self._changed.clear()
             others = [other for other, _ in self.loaded()]
             memories = [session.memory for _, session in self.loaded()]
@@ -341,7 +336,7 @@ class Models:
 
     async def start(self, entry: ModelEntry) -> None:
         """Load a model before the server listens, unless it has no room beside others. Raises ModelUnavailable."""
-        expected_bytes = await in_daemon(entry.source.fetch)
+        expected_bytes = await in_daemon(entry.source.fetch, Cancellation())
         if self.total_bytes is not None and not entry.is_kept:
             memories = [session.memory for _, session in self.loaded()]
             if room_beside(self.total_bytes, memories) < needed_room(self.total_bytes, expected_bytes):
