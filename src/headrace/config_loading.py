@@ -183,8 +183,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raises ConfigError with the closest flag for one that does not exist."""
-        given, unknown = self.parse_known_args(args, namespace)
+        """Raises ConfigError with the closest flag for one that does not exist. Flags may stand between MODELs."""
+        given, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
             flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), unknown[0])
             kind = "flag" if flag.startswith("-") else "argument"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from headrace.errors import ConfigError
@@ -16,6 +17,8 @@ ENVIRONMENT_PREFIX = "HEADRACE_"
 
 BYTES = "BYTES"
 SHARE = "SHARE"
+_PATHS = {"FOLDER", "FILE", "NAME=FOLDER"}
+_PERHAPS_PATHS = {"MODEL", "N|FILE"}
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -144,6 +147,14 @@ class Knob:
             return float(raw[:-1]) / 100
         number: float = self.kind(raw)
         return number
+
+    def located(self, value: str, folder: Path) -> str:
+        """A value with the path in it made absolute, as seen from a folder; one without a path unchanged."""
+        name, separator, path = value.rpartition("=") if self.unit == "NAME=FOLDER" else ("", "", value)
+        found = folder / Path(path).expanduser()
+        if self.unit in _PATHS or (self.unit in _PERHAPS_PATHS and found.exists()):
+            return f"{name}{separator}{found}"
+        return value
 
     def add_to(self, group: argparse._ActionsContainer) -> None:
         """Add the flag to a parser without a default, so that an absent flag stays visible."""

@@ -19,6 +19,9 @@ PER_MODEL = [
     (section, knob) for section in ("models", "engine", "media", "defaults") for knob in knobs_of(SECTIONS[section])
 ]
 
+PATHS = {"adapter", "model_folder", "cache_dir", "media_root"}
+"""In a file, relative ones are as seen from its folder."""
+
 NEEDED = {"cache_disk_quota": "cache_dir", "sparse_threshold": "sparse_draft", "sparse_keep": "sparse_draft"}
 
 
@@ -95,8 +98,10 @@ def test_every_flag_reaches_every_model_however_it_is_given(way: Way, section: s
     plan = way(tmp_path, [*needed, (knob, value)])
     assert len(plan.models) == 2
     for model in plan.models:
-        found = value_of(model.config, section, knob)
-        assert found == ((value,) if knob.repeatable else value)
+        found, expected = value_of(model.config, section, knob), value
+        if way in (by_top, by_table) and knob.name in PATHS:
+            expected = f"one={tmp_path / 'two'}" if knob.name == "adapter" else str(tmp_path / "one=two")
+        assert found == ((expected,) if knob.repeatable else expected)
 
 
 def test_a_models_own_value_wins_over_the_top_and_a_flag_over_both(tmp_path: Path) -> None:
@@ -163,6 +168,12 @@ def test_a_mistake_on_the_command_line_is_named(words: list[str], said: str) -> 
     with pytest.raises(ConfigError) as refused:
         read_plan(words, {})
     assert said in refused.value.message
+
+
+def test_flags_may_stand_between_models() -> None:
+    plan = read_plan(["a", "--port", "9", "b", "--keep", "a", "--no-self-check", "c"], {})
+    assert [model.config.model for model in plan.models] == ["a", "b", "c"]
+    assert (plan.config.server.port, plan.config.server.keep) == (9, ("a",))
 
 
 def test_an_empty_folder_of_models_is_named(tmp_path: Path) -> None:

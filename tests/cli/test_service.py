@@ -164,6 +164,48 @@ def test_keys_become_variables_and_folders_absolute(tmp_path: Path, monkeypatch:
     assert command.parse(rest).config.engine.cache_dir == str(tmp_path / "kept")
 
 
+def test_several_models_their_file_and_their_folders_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("local", "many/a"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "small").mkdir()  # the file's name precedes the folder's
+    (tmp_path / "models.toml").write_text('drain-seconds = 7\n[models.small]\nmodel = "miniature"\n')
+    given = [
+        "small",
+        "local",
+        "org/name",
+        "--models-file",
+        "models.toml",
+        "--models-dir=many",
+        "--adapter",
+        "x=adapter",
+    ]
+    found = parse_install(given, {"HEADRACE_DRAFT_MODEL": "local"})
+    assert sorted(found.words) == sorted(
+        [
+            "small",
+            f"{tmp_path / 'local'}",
+            "org/name",
+            f"--models-file={tmp_path / 'models.toml'}",
+            f"--models-dir={tmp_path / 'many'}",
+            f"--adapter=x={tmp_path / 'adapter'}",
+        ]
+    )
+    assert found.variables == {"HEADRACE_DRAFT_MODEL": str(tmp_path / "local")}
+    assert found.drain_s == 7
+    # nothing is added to what a file or a folder names
+    assert parse_install(["--models-file", "models.toml"], {}).words == [f"--models-file={tmp_path / 'models.toml'}"]
+    of_environment = parse_install([], {"HEADRACE_MODELS_FILE": "models.toml"})
+    assert (of_environment.words, of_environment.variables) == (
+        [],
+        {"HEADRACE_MODELS_FILE": str(tmp_path / "models.toml")},
+    )
+    assert parse_install([], {}).words == ["miniature"]
+    with pytest.raises(ConfigError, match="no-such.toml: No such file"):
+        parse_install(["--models-file", "no-such.toml"], {})
+
+
 def test_a_flag_that_serve_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="--prot"):
         parse_install(["--prot", "1"], {})

@@ -143,7 +143,7 @@ _SERVICE = Group(
     {
         "install": Command(
             "headrace.cli.service",
-            "[MODEL] [options of serve] [--print]: write its files and start it",
+            "[MODEL…] [options of serve] [--print]: write its files and start it",
             parse_install,
             "run_install",
         ),

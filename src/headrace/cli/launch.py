@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from headrace.clients.text import settings_text
 from headrace.config import ServerConfig
 from headrace.config_loading import environment_for
 from headrace.errors import ConfigError
+from headrace.types.status import ModelState
 
 _TERMINATED = 128
 """Exit code after a signal: this plus its number."""
@@ -85,7 +86,7 @@ def _warn_of_small_context(client: Client, endpoint: Endpoint) -> None:
 @contextmanager
 def _endpoint(arguments: LaunchArguments, folder: Path) -> Iterator[Endpoint]:
     """A server that is ready: the named one, one that answers, or a new one, which ends with the block."""
-    remote, server = arguments.config.chat, arguments.config.server
+    remote, server = arguments.chat, arguments.server
     if remote.url is not None:
         if arguments.has_serve_flags:
             raise ConfigError("options of headrace serve have no effect with --url")
@@ -132,32 +133,42 @@ def _running_server(server: ServerConfig) -> ServerProbe | None:
 
 @contextmanager
 def _new_server(arguments: LaunchArguments, folder: Path) -> Iterator[Endpoint]:
-    config, server = arguments.config, arguments.config.server
+    server, num_others = arguments.server, arguments.num_models - 1
     port = free_port(server.host, server.port) or free_port(server.host, 0)
     probe = ServerProbe(address(replace(server, port=port)), server.api_key)
-    words = [config.model, *arguments.serve_words, "--port", str(port)]
-    _note(f"starting a server of {config.model} at {probe.url}")
+    words = [*arguments.serve_words, "--port", str(port)]
+    others = f" and {num_others} more" if num_others else ""
+    _note(f"starting a server of {arguments.first_model}{others} at {probe.url}")
     with started_server(words, probe, folder / "server.log", server.drain_seconds) as started:
-        yield _ready(probe, None)
+        yield _ready(probe, arguments.first_model if num_others else None)
         started.check()
 
 
 def _ready(probe: ServerProbe, name: str | None) -> Endpoint:
-    """Waits until the server works at full speed. name: of a model that it must list. Raises ConfigError."""
+    """Waits until the model is loaded and runs at full speed. name: None for the first. Raises ConfigError."""
     served: list[ServedModel] = []
 
-    def is_ready() -> bool:
+    def has_models() -> bool:
         served[:] = probe.models() or ()
-        return bool(served) and probe.warming() is None
+        return bool(served)
 
-    wait_until(is_ready, lambda: f"the server at {probe.url} is {probe.warming() or 'loading'}")
-    # Headrace names a model of a folder or a hub by the last part.
-    matching = [each for each in served if name is None or each.name in (name, name.rstrip("/").rpartition("/")[2])]
-    if not matching:
-        raise ConfigError(
-            f"the server at {probe.url} has no model {name}, but {', '.join(each.name for each in served)}"
-        )
-    model = matching[0]
+    wait_until(has_models, lambda: f"the server at {probe.url} is loading")
+    model = _loaded(probe, served, name)
+    wait_until(lambda: probe.warming() is None, lambda: f"the server at {probe.url} is {probe.warming() or 'ready'}")
     if model.context is None:
         raise ConfigError(f"the server at {probe.url} does not tell its context (max_model_len in /v1/models)")
     return Endpoint(probe.url, model.name, model.context, output_limit(model.context), probe.key)
+
+
+def _loaded(probe: ServerProbe, served: Sequence[ServedModel], name: str | None) -> ServedModel:
+    """The model of this name, or the first, of those that are loaded if there are some. Raises ConfigError."""
+    # Headrace names a model of a folder or a hub by the last part.
+    matching = [each for each in served if name is None or each.name in (name, name.rstrip("/").rpartition("/")[2])]
+    if ready := [each for each in matching if each.state in (None, ModelState.LOADED)]:
+        return ready[0]
+    loaded = None if served[0].state is None else probe.load(name or served[0].name)
+    if loaded is None:
+        raise ConfigError(
+            f"the server at {probe.url} has no model {name}, but {', '.join(each.name for each in served)}"
+        )
+    return loaded

@@ -5,30 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from headrace.cli.serve_plan import read_plan
 from headrace.clients.record import Client
 from headrace.clients.registry import CLIENTS
-from headrace.config import ChatConfig, Config
-from headrace.config_loading import Parser, load_config, with_suggestion
+from headrace.config import ChatConfig, ServerConfig
+from headrace.config_loading import Parser, load_config, parse_served, with_suggestion
 from headrace.errors import ConfigError
 from headrace.knobs import knobs_of
 
 _REMOTE = knobs_of(ChatConfig)
 
+_ADDRESS = {"host", "port", "api_key"}
+"""Flags that also find a server which runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchArguments:
-    """config: of a server that is started; its `chat` part names one that is used.
+    """chat: names a server to use. server: of one that runs already, or is started.
 
-    serve_words: flags for a server that is started. has_serve_flags: whether they say more than its address and key.
+    model: as given. serve_words: for a server that is started. num_models: that it would serve. first_model: the one
+    that the client would use of them. has_serve_flags: whether more than an address and a key is given for it.
     """
 
     client: Client
-    config: Config
+    chat: ChatConfig
+    server: ServerConfig
     model: str | None
     action: str
     says_yes: bool
     shows_key: bool
     serve_words: tuple[str, ...]
+    num_models: int
+    first_model: str
     has_serve_flags: bool
     client_words: tuple[str, ...]
 
@@ -47,32 +55,30 @@ def parse_launch(words: Sequence[str]) -> LaunchArguments:
     for flag, needed in (("yes", "save"), ("show_key", "print")):
         if getattr(given, flag) and not getattr(given, needed):
             raise ConfigError(f"--{flag.replace('_', '-')} has no effect without --{needed}")
-    model = [] if given.model is None else [given.model]
     remote = [word for knob in _REMOTE if knob.name in given for word in (knob.flag, getattr(given, knob.name))]
-    config = _config([*model, *remote, *serve_words])
-    if config.chat.url is not None:
-        config = replace(config, chat=replace(config.chat, url=_normal_url(config.chat.url)))
-    if given.model is None and config.model in serve_words:
-        raise ConfigError(f"unknown argument {config.model}: --model names a model, {client.title}'s own follow --")
+    chat = load_config(remote, program=parser.prog, sections=("chat",)).chat
+    if chat.url is not None:
+        chat = replace(chat, url=_normal_url(chat.url))
+    named, flags = parse_served(serve_words, program=parser.prog, about="")
+    if named:
+        raise ConfigError(f"unknown argument {named[0]}: --model names a model, {client.title}'s own follow --")
+    plan = read_plan([*given.model, *serve_words])
+    first = plan.models[0]
+    first_model = given.model[0] if given.model else first.names[0] if first.names else first.config.model
     return LaunchArguments(
         client=client,
-        config=config,
-        model=given.model,
+        chat=chat,
+        server=plan.config.server,
+        model=given.model[0] if given.model else None,
         action="print" if given.print else "save" if given.save else "run",
         says_yes=given.yes,
         shows_key=given.show_key,
-        serve_words=tuple(serve_words),
-        has_serve_flags=_without_address(config) != _without_address(_config([*model, *remote])),
+        serve_words=(*(given.model or [first_model]), *serve_words),
+        num_models=len(plan.models),
+        first_model=first_model,
+        has_serve_flags=len(given.model) > 1 or not _ADDRESS.issuperset(flags),
         client_words=client_words,
     )
-
-
-def _config(words: Sequence[str]) -> Config:
-    return load_config(words, sections=("chat", "models", "engine", "server", "media", "defaults"))
-
-
-def _without_address(config: Config) -> Config:
-    return replace(config, chat=ChatConfig(), server=replace(config.server, host="", port=0, api_key=None))
 
 
 def _client(name: str) -> Client:
@@ -99,7 +105,14 @@ def _parser() -> Parser:
     )
     for knob in _REMOTE:
         knob.add_to(parser)
-    parser.add_argument("--model", metavar="MODEL", help="model to serve, or one that the server lists")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        action="append",
+        default=[],
+        help="model to serve, or one that the server lists; repeatable for a new server. The client gets the "
+        "first one, and without it the first of --models-file or --models-dir",
+    )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--print", action="store_true", help="print the settings instead of starting the client")
     action.add_argument(

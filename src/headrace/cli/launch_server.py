@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 
 from headrace.cli.progress_line import Waiting
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
+from headrace.types.status import ModelState
 
 _POLL_S = 0.2
 _ANSWER_S = 10.0
@@ -31,8 +32,11 @@ _KILL_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
+    """state: of Headrace's models; None on other servers."""
+
     name: str
     context: int | None
+    state: ModelState | None = None
 
 
 def is_loopback(host: str) -> bool:
@@ -83,6 +87,21 @@ class ServerProbe:
             raise OtherProgram(f"{self.url}/v1/models is an empty list")
         return models
 
+    def load(self, name: str) -> ServedModel | None:
+        """Have Headrace load a model, and wait for it. None for an unknown one. Raises ConfigError."""
+        address = f"{self.url}/v1/models/{quote(name)}/load"
+        try:
+            with Waiting(lambda seconds: f"the server at {self.url} loads {name}, {seconds:.0f} s"):
+                response = self._http.post(address, timeout=httpx.Timeout(_ANSWER_S, read=None))
+            body = response.json()
+            if response.status_code == httpx.codes.NOT_FOUND:
+                return None
+            if response.is_error:
+                raise ConfigError(f"the server at {self.url}: {body['error']['message']}")
+            return _served(body)
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"the server at {self.url} did not load {name} ({type(error).__name__})") from error
+
     def warming(self) -> str | None:
         """What a Headrace server still prepares; None if it is ready, or another kind of server."""
         try:
@@ -95,7 +114,8 @@ class ServerProbe:
 
 def _served(model: Any) -> ServedModel:
     context = model.get("max_model_len")
-    return ServedModel(str(model["id"]), context if isinstance(context, int) else None)
+    state = ModelState(model["state"]) if model.get("state") in set(ModelState) else None
+    return ServedModel(str(model["id"]), context if isinstance(context, int) else None, state)
 
 
 def address(config: ServerConfig) -> str:

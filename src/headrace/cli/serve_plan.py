@@ -16,7 +16,7 @@ from typing import Any
 from headrace.config import DEFAULT_MODEL, SECTIONS, Config, served_knobs
 from headrace.config_loading import Layer, build_config, environment_for, parse_served, with_suggestion
 from headrace.errors import ConfigError
-from headrace.knobs import ENVIRONMENT_PREFIX, knobs_of
+from headrace.knobs import ENVIRONMENT_PREFIX, Knob, knobs_of
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def _read_file(path: Path) -> tuple[Layer, dict[str, Layer]]:
     tables = content.pop("models", {})
     if not isinstance(tables, dict):
         raise ConfigError(f"{path}: models must be tables, one for each model: [models.NAME]")
-    top = Layer(_keys(content, _OF_FILE, f"{path}: "), f"{path}: ")
+    top = Layer(_located(_keys(content, _OF_FILE, f"{path}: "), path), f"{path}: ")
     return top, {name: _table(path, name, table) for name, table in tables.items()}
 
 
@@ -163,7 +163,24 @@ def _table(path: Path, name: str, table: Any) -> Layer:
         raise ConfigError(f"{where}model must be a folder or a Hugging Face id")
     if not isinstance(values.get("keep", False), bool):
         raise ConfigError(f"{where}keep must be true or false")
-    return Layer(values, where)
+    return Layer(_located(values, path), where)
+
+
+def _located(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """With relative paths as seen from the file's folder."""
+    knobs, folder = {each.name: each for each in served_knobs()}, file.absolute().parent
+
+    def one(knob: Knob, value: Any) -> Any:
+        return knob.located(value, folder) if isinstance(value, str) else value
+
+    return {
+        name: value
+        if (knob := knobs.get(name)) is None
+        else [one(knob, each) for each in value]
+        if isinstance(value, list)
+        else one(knob, value)
+        for name, value in values.items()
+    }
 
 
 def _keys(table: Mapping[str, Any], known: set[str], where: str) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.cli.serve_plan import read_plan
 from headrace.config import DEFAULT_MODEL, served_knobs
-from headrace.config_loading import Parser, environment_for, load_config
+from headrace.config_loading import environment_for, parse_served
 from headrace.knobs import ENVIRONMENT_PREFIX, Knob
 
 _PRINT = "--print"
-_FOLDER = "FOLDER"
 _MODEL_VARIABLE = f"{ENVIRONMENT_PREFIX}MODEL"
+_MANY = ("models_dir", "models_file")
 
 _PASSED_ON = ("HF_", "MLX_", "OPENBLAS_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 """How other variables begin that a server's libraries read."""
@@ -38,49 +39,44 @@ def parse_install(words: Sequence[str], environ: Mapping[str, str] | None = None
     """environ: None is the process's own. Raises ConfigError for flags that `headrace serve` would refuse."""
     environ = environment_for({}) if environ is None else environ
     shows, words = _PRINT in words, [word for word in words if word != _PRINT]
-    config = load_config(
+    models, given = parse_served(
         words,
-        environ,
         program="headrace service install",
-        about="Run `headrace serve` with these flags and this environment's variables in the background, from login "
-        f"on. {_PRINT} shows what would be written, without keys.",
+        about="Run `headrace serve` with these models, flags and this environment's variables in the background, from "
+        f"login on. {_PRINT} shows what would be written, without keys.",
     )
-    given = _given(words)
-    model = given.pop("model", None) or environ.get(_MODEL_VARIABLE) or DEFAULT_MODEL
-    flags, variables, secrets = [_as_absolute(model) if Path(model).expanduser().is_dir() else model], {}, []
+    plan, here = read_plan(words, environ), Path.cwd()
+    sources = {each.name: each.source(given, environ) for each in served_knobs()}
+    if not models and not any(sources[name] for name in _MANY):
+        models = (environ.get(_MODEL_VARIABLE) or DEFAULT_MODEL,)
+    names = {name for model in plan.models for name in model.names}
+    flags = [word if word in names else _located_model(word, here) for word in models]
+    variables, secrets = {}, []
     for each in served_knobs():
-        source = each.source(given, environ)
+        source = sources[each.name]
         if source is None:
             continue
         if each.metadata.get("secret"):
             variables[each.variable] = str(given.get(each.name, environ.get(each.variable)))
             secrets.append(each.variable)
         elif source == each.flag:
-            flags += _flags(each, given[each.name])
+            flags += _flags(each, given[each.name], here)
         else:
-            value = environ[each.variable]
-            variables[each.variable] = _as_absolute(value) if each.unit == _FOLDER else value
+            values = environ[each.variable].split(",") if each.repeatable else [environ[each.variable]]
+            variables[each.variable] = ",".join(each.located(value, here) for value in values)
     passed_on = {name: value for name, value in environ.items() if name.upper().startswith(_PASSED_ON)}
     secrets += [name for name in passed_on if re.search("TOKEN|PROXY", name, re.IGNORECASE)]
-    return ServiceInstall(flags, {**variables, **passed_on}, secrets, config.server.drain_seconds, shows)
+    return ServiceInstall(flags, {**variables, **passed_on}, secrets, plan.config.server.drain_seconds, shows)
 
 
-def _given(words: Sequence[str]) -> dict[str, Any]:
-    parser = Parser(allow_abbrev=False)
-    parser.add_argument("model", nargs="?")
-    group = parser.add_argument_group()
-    for each in served_knobs():
-        each.add_to(group)
-    return dict(vars(parser.parse_args(list(words))))
+def _located_model(word: str, folder: Path) -> str:
+    found = folder / Path(word).expanduser()
+    return str(found) if found.is_dir() else word
 
 
-def _flags(knob: Knob, value: Any) -> list[str]:
+def _flags(knob: Knob, value: Any, folder: Path) -> list[str]:
     """The words that set a knob to what was given."""
     if isinstance(value, bool):
         return [knob.flag if value else knob.flag.replace("--", "--no-", 1)]
     values = value if knob.repeatable else [value]
-    return [f"{knob.flag}={_as_absolute(each) if knob.unit == _FOLDER else each}" for each in values]
-
-
-def _as_absolute(folder: str) -> str:
-    return str(Path(folder).expanduser().absolute())
+    return [f"{knob.flag}={knob.located(each, folder)}" for each in values]
