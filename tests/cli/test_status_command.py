@@ -37,6 +37,11 @@ def request(name: str, phase: str, waits_for: str | None = None, **fields: Any) 
     return {"request_id": name, "phase": phase, **common, **rest, **fields}
 
 
+def model(name: str, state: str, *requests: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    nothing = {"reason": None, "progress": None, "loading_s": None, "num_requests": 0}
+    return {"name": name, "state": state, "requests": list(requests), **nothing, **fields}
+
+
 def body(*requests: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """A status of a server that has worked."""
     memory = {"state": 2 * 10**9, "preempted": 0, "records": 10**9, "features": 0, "disk": 0}
@@ -45,6 +50,7 @@ def body(*requests: dict[str, Any], **fields: Any) -> dict[str, Any]:
         "version": "9.9",
         "process": {"uptime_s": 11_520.0},
         "model": {"served_names": ["alias"], "max_model_len": 32768, "report": ["device: a GPU (metal)"]},
+        "models": [model("alias", "loaded")],
         "warm_up": {"num_pieces": 0, "num_done": 0},
         "num_running": 2,
         "num_waiting": 1,
@@ -114,6 +120,38 @@ def test_lines_tell_of_the_server_and_its_work() -> None:
         assert line in text.splitlines()
     assert "request" not in text
     assert "errors" not in text
+
+
+def test_several_models_are_listed_with_their_requests() -> None:
+    memory = {"weights_bytes": 8 * 10**9, "budget_bytes": 12 * 10**9}
+    models = [
+        model("alias", "loaded", **memory, num_requests=2),
+        model("large", "loading", request("r2", "queued", "model"), progress=0.43, loading_s=12.0, num_requests=1),
+        model("other", "sleeping"),
+        model("bad", "failed", reason="no weights"),
+    ]
+    lines = shown(body(request("r1", "decode"), models=models), width=160).splitlines()
+    assert lines[:7] == [
+        "4 models at http://here:1: ok, up 3 h 12 min, Headrace 9.9",
+        "  alias: loaded, weights 8.0 GB, 12.0 GB for states and caches, 2 requests",
+        "  large: loading 43%, 12 s, 1 request",
+        "  other: not loaded",
+        "  bad: failed: no weights",
+        "",
+        "alias: context 32,768 tokens; device: a GPU (metal)",
+    ]
+    assert [line.split()[:4] for line in lines[-3:]] == [
+        ["request", "model", "phase", "prompt"],
+        ["r1", "alias", "decode", "12,000"],
+        ["r2", "large", "queued:", "model"],
+    ]
+
+
+def test_before_a_model_is_loaded_there_is_no_context() -> None:
+    asleep = {"served_names": ["a"], "max_model_len": None, "report": []}
+    text = shown(body(model=asleep, models=[model("a", "sleeping"), model("b", "sleeping")]))
+    assert "context" not in text
+    assert "  b: not loaded" in text.splitlines()
 
 
 def test_what_a_server_does_not_have_is_not_shown() -> None:

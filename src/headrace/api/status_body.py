@@ -47,7 +47,8 @@ def status_body(
 
 def _model(model: ModelStatus, status: EngineStatus) -> dict[str, Any]:
     own = {"num_running": status.num_running, "num_waiting": status.num_waiting, "requests": _shown(status.requests)}
-    return {"name": model.names[0], **asdict(model), **own}
+    budget = model.budget_bytes or status.memory.budget_bytes  # a lone model's is not divided
+    return {"name": model.names[0], **asdict(model), "budget_bytes": budget, **own}
 
 
 def health_body(warm_up: WarmUpStatus, *, is_draining: bool) -> dict[str, Any]:

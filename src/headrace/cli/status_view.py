@@ -33,7 +33,7 @@ class StatusView:
         self.url = url
         try:
             self._lines = [*_server_lines(body, url), "", *_work_lines(body)]
-            self._requests = [_row(request) for request in body["requests"]]
+            self._requests = [_row(request, model) for request, model in _requests(body)]
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             version = body.get("version", "another version")
             message = f"the status of this server ({version}) can't be shown; --json prints it"
@@ -63,6 +63,7 @@ class _Column:
 
 _COLUMNS = (
     _Column("request", "request", 0, is_name=True),
+    _Column("model", "model", 4, is_name=True),
     _Column("phase", "phase", 0),
     _Column("prompt", "prompt", 4),
     _Column("cached", "cached", 5),
@@ -78,9 +79,11 @@ _GAP = 2
 
 def _table(rows: Sequence[Row], room: int, width: int) -> Iterator[RenderableType]:
     """room: lines for requests."""
-    ranks = range(max(column.rank for column in _COLUMNS), -1, -1)
-    shown = (tuple(column for column in _COLUMNS if column.rank <= rank) for rank in ranks)
-    columns = next((each for each in shown if _least_width(each, rows) <= width), _COLUMNS[:2])
+    all_columns = tuple(column for column in _COLUMNS if column.name in rows[0])
+    ranks = range(max(column.rank for column in all_columns), -1, -1)
+    shown = (tuple(column for column in all_columns if column.rank <= rank) for rank in ranks)
+    narrowest = tuple(column for column in all_columns if column.rank == 0)
+    columns = next((each for each in shown if _least_width(each, rows) <= width), narrowest)
     spare = max(0, width - _least_width(columns, rows))
     table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
     for column in columns:
@@ -107,9 +110,18 @@ def _longest(column: _Column, rows: Sequence[Row]) -> int:
     return max(len(row[column.name]) for row in rows)
 
 
-def _row(request: Body) -> dict[str, str]:
+def _requests(body: Body) -> Iterator[tuple[Body, str | None]]:
+    """Of all models, with the model's name if there are several."""
+    first, *others = body["models"]
+    yield from ((request, first["name"] if others else None) for request in body["requests"])
+    for model in others:
+        yield from ((request, model["name"]) for request in model["requests"])
+
+
+def _row(request: Body, model: str | None) -> dict[str, str]:
     speed = request["tokens_per_s"]
     return {
+        **({} if model is None else {"model": model}),
         "request": request["request_id"],
         "phase": _phase(request),
         "prompt": f"{request['num_prompt_tokens']:,}",
@@ -136,8 +148,33 @@ def _server_lines(body: Body, url: str) -> Iterator[str]:
     if state == "warming":
         state = f"warming up, {warm_up['num_done']} of {warm_up['num_pieces']}"
     uptime = _duration(body["process"]["uptime_s"])
-    yield f"{model['served_names'][0]} at {url}: {state}, up {uptime}, Headrace {body['version']}"
-    yield "; ".join((f"context {model['max_model_len']:,} tokens", *model["report"][:1]))
+    name, several = model["served_names"][0], len(body["models"]) > 1
+    what = f"{len(body['models'])} models" if several else name
+    yield f"{what} at {url}: {state}, up {uptime}, Headrace {body['version']}"
+    if several:
+        yield from map(_model_line, body["models"])
+        yield ""
+    if model["max_model_len"] is not None:
+        about = "; ".join((f"context {model['max_model_len']:,} tokens", *model["report"][:1]))
+        yield f"{name}: {about}" if several else about
+
+
+_STATES = {"sleeping": "not loaded"}
+
+
+def _model_line(model: Body) -> str:
+    parts = [_STATES.get(model["state"], str(model["state"]))]
+    if model["reason"] is not None:
+        parts[0] += f": {model['reason']}"
+    if model["progress"] is not None:
+        parts[0] += f" {model['progress']:.0%}"
+    if model["loading_s"] is not None:
+        parts.append(_duration(model["loading_s"]))
+    if model["state"] == "loaded":
+        parts += [f"weights {_size(model['weights_bytes'])}", f"{_size(model['budget_bytes'])} for states and caches"]
+    if model["num_requests"]:
+        parts.append(f"{model['num_requests']} requests" if model["num_requests"] > 1 else "1 request")
+    return f"  {model['name']}: {', '.join(parts)}"
 
 
 def _work_lines(body: Body) -> Iterator[str]:
