@@ -26,6 +26,7 @@ from headrace.metrics.prometheus import render
 from headrace.metrics.stats import Stats
 from headrace.types.ranks import RanksStatus
 from headrace.types.status import (
+    AdapterStatus,
     CacheStatus,
     DiskStatus,
     DraftStatus,
@@ -130,7 +131,14 @@ def test_every_metric_is_listed() -> None:
     sparse = SparseStatus("draft", 0, 0, 0, (), 0, 0, 0, 0)
     memory, drafts = MemoryStatus(*[0] * 9), DraftStatus(max_drafts=1, num_failures=0)
     ranks = RanksStatus("ring", (), 0, 0, 0.0, 0, 0.0, 0.0)
-    parts = {"drafts": drafts, "sparse": sparse, "handover": HandoverStatus(0, 0, 0), "ranks": ranks}
+    adapters = AdapterStatus((), (), ())
+    parts = {
+        "drafts": drafts,
+        "sparse": sparse,
+        "handover": HandoverStatus(0, 0, 0),
+        "ranks": ranks,
+        "adapters": adapters,
+    }
     status = EngineStatus(0, 0, (), memory, Stats().counters(), cache, **parts)  # type: ignore[arg-type]  # by name
     page = render({"m": status}, ProcessStatus(0, 0, 0))
     known = [line.split(" ")[2] for line in page.splitlines() if line.startswith("# TYPE")]

@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import httpx
 import mlx.core as mx
 import openai
 import pytest
 from loopback import serving
+from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.cli.serve_models import served_models
 from headrace.cli.serve_plan import ServePlan, read_plan
@@ -194,5 +196,24 @@ def test_a_random_program_of_loads_unloads_and_questions(num_steps: int) -> None
                 assert models.total_bytes is not None
                 assert total <= models.total_bytes
             await asyncio.gather(*asking)
+
+    asyncio.run(scenario())
+
+
+def test_metrics_have_the_series_of_each_loaded_model() -> None:
+    async def scenario() -> None:
+        async with served(plan_of(*SMALL)) as (_, client):
+            for number, word in enumerate(SMALL):
+                for _ in range(number + 1):
+                    await answer(client, word, QUESTIONS[0])
+            page = await asyncio.to_thread(httpx.get, str(client.base_url).removesuffix("v1/") + "metrics")
+        families = {family.name: family for family in text_string_to_metric_families(page.text)}
+        samples = [sample for family in families.values() for sample in family.samples]
+        assert len({(each.name, tuple(sorted(each.labels.items()))) for each in samples}) == len(samples)
+        assert {each.labels["model_name"] for each in samples} == set(SMALL)
+        ended = dict.fromkeys(SMALL, 0.0)
+        for sample in families["vllm:request_success"].samples:
+            ended[sample.labels["model_name"]] += sample.value
+        assert list(ended.values()) == [1, 2]
 
     asyncio.run(scenario())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -12,6 +13,7 @@ from headrace.metrics.prometheus import render
 from headrace.types.media import Route
 from headrace.types.ranks import RanksStatus, RankStatus
 from headrace.types.status import (
+    AdapterStatus,
     CacheStatus,
     Counters,
     DiskStatus,
@@ -191,6 +193,25 @@ def test_the_schedulers_of_llm_d_and_of_the_inference_extension_find_what_they_r
     assert [samples[name].value for name in read] == [2, 3, 0.3]
     labels = samples["vllm:cache_config_info"].labels
     assert [int(labels[name]) for name in ("block_size", "num_gpu_blocks")] == [16, 62]
+    assert "vllm:lora_requests_info" not in samples
+
+
+def test_they_find_the_adapters_and_when_they_were_so() -> None:
+    """`populateLoRAMetrics` and `getLatestMetric` there: lists with commas, an integer, and a time as the value."""
+    status = replace(STATUS, adapters=AdapterStatus(("poet", "judge", "clerk"), ("poet", "judge"), ("judge",)))
+    began = time.time()
+    page = render({"m": status, "n": STATUS}, PROCESS)
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    (sample,) = families["vllm:lora_requests_info"].samples
+    assert families["vllm:lora_requests_info"].type == "gauge"
+    assert sample.labels == {
+        "model_name": "m",
+        "engine": "0",
+        "running_lora_adapters": "poet,judge",
+        "waiting_lora_adapters": "judge",
+        "max_lora": "3",
+    }
+    assert began <= sample.value <= time.time()
 
 
 def test_an_empty_or_missing_budget_is_no_division_by_zero() -> None:

@@ -17,6 +17,7 @@ from fakes import FakeEngine, app_over, fake_session
 from loopback import served
 from mlx_lm.utils import load_model
 from models.adapter_folders import write_mlx_lm
+from prometheus_client.parser import text_string_to_metric_families
 
 import headrace
 from headrace.config import Config, EngineConfig, ModelConfig, ServerConfig
@@ -113,6 +114,23 @@ def test_adapters_come_and_go(client: openai.OpenAI, url: str) -> None:
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("judge")
     assert param_of(unload(url, "judge"), 404) == "lora_name"
+
+
+def test_metrics_name_the_adapters_that_have_requests(client: openai.OpenAI, url: str) -> None:
+    def adapters() -> dict[str, str]:
+        page = httpx.get(f"{url}/metrics").text
+        families = {family.name: family for family in text_string_to_metric_families(page)}
+        (sample,) = families["vllm:lora_requests_info"].samples
+        return {name: text for name, text in sample.labels.items() if "lora" in name}
+
+    assert adapters() == {"running_lora_adapters": "", "waiting_lora_adapters": "", "max_lora": "1"}
+    asked: dict[str, Any] = {"messages": QUESTION, "max_tokens": 4000, "extra_body": {"min_tokens": 4000}}
+    with client.chat.completions.create(model="poet", stream=True, **asked) as stream:
+        next(stream)
+        assert adapters()["running_lora_adapters"] == "poet"
+    with client.chat.completions.create(model="headrace-miniature", stream=True, **asked) as stream:
+        next(stream)
+        assert adapters()["running_lora_adapters"] == ""
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,20 @@ Plain string formatting of a snapshot; the client library would add a registry a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from headrace.types.metric import Metric, metrics_of
-from headrace.types.status import BLOCK_TOKENS, EngineStatus, Histogram, ProcessStatus
+from headrace.types.status import BLOCK_TOKENS, AdapterStatus, EngineStatus, Histogram, ProcessStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _USAGE = Metric("vllm:kv_cache_usage_perc", "Share of the memory for sequences that is reserved, 0 to 1.", "gauge")
 _CACHE_CONFIG = Metric("vllm:cache_config_info", "Memory for sequences in blocks of tokens, as labels.", "gauge")
+_ADAPTERS = Metric("vllm:lora_requests_info", "Adapters with requests, as labels; the value is the Unix time.", "gauge")
 _ACCEPTED = Metric("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
 _ACCEPTED_AT = Metric(
     "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position in the window.", key="position"
@@ -42,7 +45,9 @@ def _figures(status: EngineStatus, process: ProcessStatus | None) -> Iterator[tu
     for part in (*parts, status.memory, status.step_forms, process):
         yield from _figures_of(part)
     yield _USAGE, status.memory.usage
-    yield _CACHE_CONFIG, _cache_config(status)
+    yield _CACHE_CONFIG, _Info(_cache_config(status))
+    if status.adapters is not None:
+        yield _ADAPTERS, _Info(_adapters_labels(status.adapters), time.time())
     if status.ranks is not None:
         yield from _figures_of(status.ranks)
         yield _RANK_USED, [(each.rank, each.used_bytes) for each in status.ranks.ranks]
@@ -53,6 +58,14 @@ def _figures(status: EngineStatus, process: ProcessStatus | None) -> Iterator[tu
         yield from (*_figures_of(status.drafts), *_figures_of(drafts))
         yield _ACCEPTED, drafts.num_accepted
         yield _ACCEPTED_AT, tuple(enumerate(accepted_at))
+
+
+@dataclass(frozen=True, slots=True)
+class _Info:
+    """A sample whose labels are the content."""
+
+    labels: Mapping[str, str]
+    value: float = 1
 
 
 def _cache_config(status: EngineStatus) -> dict[str, str]:
@@ -66,6 +79,15 @@ def _cache_config(status: EngineStatus) -> dict[str, str]:
     }
 
 
+def _adapters_labels(adapters: AdapterStatus) -> dict[str, str]:
+    """vLLM limits the adapters of a step to `max_lora`; here all that are loaded may be in one."""
+    return {
+        "running_lora_adapters": ",".join(adapters.running),
+        "waiting_lora_adapters": ",".join(adapters.waiting),
+        "max_lora": str(len(adapters.names)),
+    }
+
+
 def _figures_of(part: Any) -> Iterator[tuple[Metric, Any]]:
     if part is not None:
         yield from ((metric, getattr(part, field)) for field, metric in metrics_of(part))
@@ -76,8 +98,8 @@ def _samples(name: str, metric: Metric, value: Any, labels: Mapping[str, str]) -
         labels = {**labels, "kind": metric.location}
     if isinstance(value, Histogram):
         yield from _buckets(name, value, labels)
-    elif isinstance(value, Mapping):
-        yield _sample(name, {**labels, **value}, 1)
+    elif isinstance(value, _Info):
+        yield _sample(name, {**labels, **value.labels}, value.value)
     elif metric.key:
         for key, number in {**dict.fromkeys(metric.keys, 0), **dict(value)}.items():
             yield _sample(name, {**labels, metric.key: str(key)}, number)

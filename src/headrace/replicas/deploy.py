@@ -51,6 +51,9 @@ _SERVE_SETTINGS = {
     "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "86400",
     # Ray kills a proxy that takes three times this long to start; its 5 s are too few on a busy machine.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+    # Both halve the proxy's work for each event of a stream.
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 """Environment of Ray Serve's processes, which has no other way to set these."""
 
@@ -72,9 +75,11 @@ def serve_replicas(
         )
         options = _options(config)
         deployment = serve.deployment(serve.ingress()(Replica)).options(**options)
-        if not options["ray_actor_options"]["num_gpus"]:
-            config = _with_shared_memory(config)
-        serve.run(deployment.bind(config, load), name=APPLICATION, logging_config=_LOGGING)
+        num_on_host = _num_on_host(config.replicas)
+        if not options["ray_actor_options"]["num_gpus"] and config.engine.gpu_memory_utilization is None:
+            share = _MEMORY_SHARE / num_on_host
+            config = replace(config, engine=replace(config.engine, gpu_memory_utilization=share))
+        serve.run(deployment.bind(config, load, num_on_host), name=APPLICATION, logging_config=_LOGGING)
         ended = _signalled()
         announce()
         ended.wait()
@@ -131,13 +136,10 @@ def _options(config: Config) -> dict[str, Any]:
     }
 
 
-def _with_shared_memory(config: Config) -> Config:
-    """The configuration for replicas that share the memory of their hosts, unless it sets their share."""
-    if config.engine.gpu_memory_utilization is not None:
-        return config
-    most = config.replicas.max_replicas or config.replicas.replicas
-    on_one_host = math.ceil(most / len([each for each in ray.nodes() if each["Alive"]]))
-    return replace(config, engine=replace(config.engine, gpu_memory_utilization=_MEMORY_SHARE / on_one_host))
+def _num_on_host(asked: ReplicasConfig) -> int:
+    """Replicas on one host, if Ray spreads as many as there may be over all hosts."""
+    num_hosts = len([each for each in ray.nodes() if each["Alive"]])
+    return math.ceil((asked.max_replicas or asked.replicas) / num_hosts)
 
 
 def _number(config: Config) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from headrace.config_loading import set_up_libraries
 from headrace.errors import EngineDead
 from headrace.long_work import hand_over_soon
 from headrace.replicas.loaded import LoadedReplica
+from headrace.replicas.pacing import OpenAnswers, PacedAnswer
 from headrace.replicas.peers import Combine, PeerAnswer, answer_of, combine_answers, combined
 from headrace.replicas.route import REPLICA_HEADER
 from headrace.server.app import build_app
@@ -37,10 +38,10 @@ _PEERS_S = 10.0
 class Replica:
     """Ray makes one in each process, asks for its health, and passes requests to its application.
 
-    load: loads the model; importable, since Ray's processes get its name.
+    load: loads the model; importable, since Ray's processes get its name. num_on_host: replicas that share a proxy.
     """
 
-    def __init__(self, config: Config, load: Callable[[Config], LoadedReplica]) -> None:
+    def __init__(self, config: Config, load: Callable[[Config], LoadedReplica], num_on_host: int) -> None:
         set_up_libraries()
         logging.basicConfig(level=logging.WARNING, format=TEXT_FORMAT)
         use_log_format(config.server.log_format)
@@ -49,6 +50,7 @@ class Replica:
         self.name: str = serve.get_replica_context().replica_id.unique_id
         name_replica(self.name)
         self._config = config
+        self._num_on_host = num_on_host
         self._loaded = load(config)
         # Everything loaded so far stays; see `headrace.server.run.serve`.
         gc.collect()
@@ -57,7 +59,7 @@ class Replica:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Ray after the constructor."""
         self._app = build_app(self._loaded.models, self._config.server)
-        return ReplicaApp(self._app, self.name, self._stop)
+        return ReplicaApp(self._app, self.name, self._stop, OpenAnswers(self._num_on_host))
 
     def check_health(self) -> None:
         """Called by Ray, which replaces the replica after an error. Raises EngineDead."""
@@ -82,10 +84,11 @@ class ReplicaApp:
     what a separate connection would give it: the message that the client has disconnected.
     """
 
-    def __init__(self, app: Starlette, name: str, stop: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, app: Starlette, name: str, stop: Callable[[], Awaitable[None]], answers: OpenAnswers) -> None:
         self._app = app
         self._name = name
         self._stop = stop
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -100,13 +103,14 @@ class ReplicaApp:
         connection = _Connection(receive)
         asked = combined(scope["method"], scope["path"])
         app = self._app if asked is None else await _of_all(*asked, Request(scope))
-        working = asyncio.create_task(app(scope, connection.receive, named))
-        try:
-            await asyncio.shield(working)
-        except asyncio.CancelledError:
-            connection.disconnect()
-            await working
-            raise
+        async with PacedAnswer(named, self._answers) as answer:
+            working = asyncio.create_task(app(scope, connection.receive, answer.send))
+            try:
+                await asyncio.shield(working)
+            except asyncio.CancelledError:
+                connection.disconnect()
+                await working
+                raise
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()

@@ -236,6 +236,7 @@ class LiveRequest:
             route=self.request.route,
             reuse=self.reuse,
             sparse=self.sparse,
+            adapter=self.request.adapter,
         )
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from headrace.engine.engine import Engine
 from headrace.errors import InvalidRequest, ModelError, ModelNotFound
 from headrace.types.model import AdapterDescription
+from headrace.types.status import AdapterStatus, Phase, RequestStatus
 
 
 class ServedAdapters:
@@ -22,6 +23,18 @@ class ServedAdapters:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._adapters)
+
+    def status(self, requests: Iterable[RequestStatus]) -> AdapterStatus | None:
+        """requests: all in progress. None while no adapter is served."""
+        if not self._adapters:
+            return None
+        by_phase = [(request.phase is Phase.QUEUED, request.adapter) for request in requests]
+        running = {adapter for is_queued, adapter in by_phase if not is_queued}
+        waiting = {adapter for is_queued, adapter in by_phase if is_queued}
+        return AdapterStatus(self.names, self._names_of(running), self._names_of(waiting))
+
+    def _names_of(self, fingerprints: Collection[str | None]) -> tuple[str, ...]:
+        return tuple(name for name, fingerprint in self._adapters.items() if fingerprint in fingerprints)
 
     def fingerprint(self, name: str | None) -> str | None:
         """What a request for an adapter carries; None for the model alone. Raises ModelNotFound."""

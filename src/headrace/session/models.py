@@ -86,9 +86,11 @@ class Models(ServedModels):
         self._is_device_lost = False
 
     @classmethod
-    def of(cls, session: AnySession, names: Sequence[str] = (), *, takes_any_name: bool = False) -> Models:
-        """One model that is loaded already. names: empty for the model's own."""
-        source = ModelSource(session.model.name, lambda: 0, lambda share: session, lambda: session.outline)
+    def of(
+        cls, session: AnySession, names: Sequence[str] = (), *, word: str | None = None, takes_any_name: bool = False
+    ) -> Models:
+        """One model that is loaded already. names: empty for the model's own. word: as on the command line."""
+        source = ModelSource(word or session.model.name, lambda: 0, lambda share: session, lambda: session.outline)
         entry = ModelEntry(names or (session.model.name,), source, is_kept=True)
         entry.session, entry.state = session, ModelState.LOADED
         return cls((entry,), takes_any_name=takes_any_name)

@@ -212,8 +212,10 @@ class Session:
     async def status(self) -> EngineStatus:
         """Raises EngineDead."""
         self._refuse_if_dead()
+        status = await self._engine.status()
         return replace(
-            await self._engine.status(),
+            status,
+            adapters=self.adapters.status(status.requests),
             num_schema_violations=self._constraints.num_schema_violations + self._num_call_violations,
             num_malformed_calls=self._num_malformed_calls,
         )

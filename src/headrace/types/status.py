@@ -76,6 +76,8 @@ class RequestStatus:
     route: Route = Route.TEXT
     sparse: SparseUsage | None = None
     """What sparse prefill made of the prompt; None where it is off, and before it starts."""
+    adapter: str | None = None
+    """The fingerprint of its adapter."""
 
 
 BLOCK_TOKENS = 16
@@ -313,12 +315,21 @@ class DeviceStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterStatus:
+    """The names of served adapters: of all, of those with running and of those with waiting requests."""
+
+    names: tuple[str, ...]
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot between two steps.
 
     max_num_seqs: sequences that may run at once.
     cache: None if disabled. drafts: None without speculative decoding. sparse: None without sparse prefill.
-    handover: None where it is off. ranks: None unless the model is split.
+    handover: None where it is off. ranks: None unless the model is split. adapters: None while none is served.
     num_schema_violations: also of tool parameters whose type the schema does not allow.
     """
 
@@ -339,6 +350,7 @@ class EngineStatus:
     sparse: SparseStatus | None = None
     handover: HandoverStatus | None = None
     ranks: RanksStatus | None = None
+    adapters: AdapterStatus | None = None
     warm_up: WarmUpStatus = WarmUpStatus()
     step_forms: StepForms = StepForms()
     max_num_seqs: int = 0
