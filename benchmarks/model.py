@@ -92,8 +92,13 @@ process, on the same weights. Figures are medians, with the smallest and the lar
 
 def run(argv: Sequence[str]) -> None:
     """Prints each figure as soon as it is there, and a table in the end. Raises ConfigError."""
-    given = _parser().parse_args(list(argv))
-    plan = _plan(given)
+    parser = plan_parser("benchmarks.model", _ABOUT)
+    sides = parser.add_mutually_exclusive_group()
+    for flag, side in (("--ours-only", "headrace"), ("--peer-only", "mlx-lm")):
+        sides.add_argument(flag, dest="sides", action="store_const", const=(side,), help=f"measure {side} alone")
+    given = parser.parse_args(list(argv))
+    plan = plan_of(given)
+    plan = plan if given.sides is None else replace(plan, sides=given.sides)
     config_of(plan.shape, plan.num_layers)
     if given.json is not None:
         make_folder(given.json)
@@ -126,9 +131,10 @@ def run(argv: Sequence[str]) -> None:
             given.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
-def _parser() -> argparse.ArgumentParser:
+def plan_parser(module: str, about: str) -> argparse.ArgumentParser:
+    """For a command that measures a `ModelPlan`."""
     defaults = ModelPlan("")
-    parser = Parser(prog="python -m benchmarks.model", description=_ABOUT, allow_abbrev=False)
+    parser = Parser(prog=f"python -m {module}", description=about, allow_abbrev=False)
     parser.add_argument("--shape", metavar="NAME", required=True, help=f"one of {', '.join(SHAPES)}")
     parser.add_argument(
         "--random", action="store_true", required=True, help="draw the weights at random, the only kind there is"
@@ -164,15 +170,11 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             flag, metavar="N", dest=name, type=_positive, default=default, help=f"{text} (default: {default})"
         )
-    sides = parser.add_mutually_exclusive_group()
-    for flag, side in (("--ours-only", "headrace"), ("--peer-only", "mlx-lm")):
-        sides.add_argument(flag, dest="sides", action="store_const", const=(side,), help=f"measure {side} alone")
-    parser.set_defaults(sides=defaults.sides)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured to this file")
     return parser
 
 
-def _plan(given: argparse.Namespace) -> ModelPlan:
+def plan_of(given: argparse.Namespace) -> ModelPlan:
     return ModelPlan(
         shape=given.shape,
         num_layers=given.layers,
@@ -182,7 +184,6 @@ def _plan(given: argparse.Namespace) -> ModelPlan:
         decode=given.decode,
         num_repeats=given.num_repeats,
         num_steps=given.num_steps,
-        sides=given.sides,
     )
 
 

@@ -61,3 +61,19 @@ def test_residuals_and_gates_are_the_same_by_whichever_road(width: int, bits: in
         plain = product(x)
         assert mx.array_equal(product(x, residual), residual + plain)
         assert mx.array_equal(product.gated(x), swiglu(plain))
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_bias_and_a_residual_are_added_once_behind_a_sum_over_ranks(bits: int | None) -> None:
+    """Of one rank, whose sum is what it has; tests/ranks has two."""
+    rng = np.random.default_rng(7)
+    whole = nn.Linear(256, 40, bias=True)
+    whole.set_dtype(DTYPE)
+    whole = whole if bits is None else whole.to_quantized(64, bits)
+    part = nn.layers.distributed.shard_linear(whole, "sharded-to-all", group=mx.distributed.init())
+    product, expected = FusedLinear([part]), FusedLinear([whole])
+    assert not product.adds_residual
+    for number in NUM_TOKENS:
+        x, residual = (mx.array(rng.standard_normal((1, number, size))).astype(DTYPE) for size in (256, 40))
+        assert mx.array_equal(product(x), expected(x))
+        assert mx.array_equal(product(x, residual), residual + expected(x))

@@ -1,4 +1,7 @@
-"""`python tests/ranks/logits.py FAMILY...`: what tiny models compute on two ranks and on one, a line of JSON for each.
+"""`python tests/ranks/logits.py FOLDER KERNELS FAMILY...`: what tiny models compute on two ranks and on one.
+
+A line of JSON for each. KERNELS: `cpu`, or `cuda` for models with wider heads, whose layers are those of CUDA with
+operations instead of kernels.
 
 Runs as each of the two ranks; MLX finds the other by MLX_RANK and MLX_HOSTFILE.
 """
@@ -12,7 +15,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from models import tiny
+import pytest
+from models import tiny, tiny_fused
 from models.mixed_steps import MixedSteps
 
 from headrace.backend.kernels import Kernels
@@ -28,7 +32,7 @@ from headrace.state.slabs import StatePool
 LENGTHS = (12, 23, 31)
 
 
-def compare(name: str, folder: Path, group: mx.distributed.Group) -> dict[str, object]:
+def compare(name: str, folder: Path, kernels: Kernels, group: mx.distributed.Group) -> dict[str, object]:
     files = read_files(name, tiny.save(name, folder / f"{name}-{group.rank()}"))
     model = tiny.build(name)
     whole_bytes = num_bytes(model)
@@ -42,7 +46,7 @@ def compare(name: str, folder: Path, group: mx.distributed.Group) -> dict[str, o
         return {"refused": error.message}
     mx.eval(model.parameters())
     foreseen = collectives_of(model)
-    checked = check(model, Kernels("fast", "cpu"), vocab_size, "float32")
+    checked = check(model, kernels, vocab_size, "float32")
     made = collectives_of(partial(step, checked.packed))
     got = MixedSteps(checked.packed, prompts, vocab_size).run()
     pairs = list(zip(got, expected, strict=True))
@@ -51,7 +55,8 @@ def compare(name: str, folder: Path, group: mx.distributed.Group) -> dict[str, o
         "same_ids": all(bool(mx.array_equal(mx.argmax(one, -1), mx.argmax(other, -1))) for one, other in pairs),
         "share_of_weights": num_bytes(model) / whole_bytes,
         "foresees_collectives": made == foreseen,
-        "levels": sorted({level.value for level in checked.packed.levels.values()}),
+        "layers": checked.packed.layer_lines,
+        "lowered": checked.lowered,
     }
 
 
@@ -66,14 +71,15 @@ def num_bytes(model: object) -> int:
     return sum(array.nbytes for array in tiny.parameters(model).values())  # type: ignore[arg-type]
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main(folder: Path, device: str, names: list[str]) -> None:
     group = mx.distributed.init(strict=True, backend="ring")
     for name in names:
-        found = compare(name, folder, group)
+        wanted = tiny_fused.widen(name, pytest.MonkeyPatch()) if device == "cuda" else name
+        found = compare(wanted, folder, Kernels("fast", device), group)
         if group.rank() == 0:
             sys.stdout.write(json.dumps({"family": name, **found}) + "\n")
             sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,12 +28,12 @@ ALSO_SPLIT = [
 ]
 
 
-def on_two_ranks(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+def on_two_ranks(names: list[str], folder: Path, device: str = "cpu") -> dict[str, dict[str, Any]]:
     """What logits.py says of each family."""
     layout = read_layout("2", "ring")
     connections = folder / "connections.json"
     connections.write_text(json.dumps(layout.connections), encoding="utf-8")
-    command = [sys.executable, str(TESTS / "ranks" / "logits.py"), str(folder), *names]
+    command = [sys.executable, str(TESTS / "ranks" / "logits.py"), str(folder), device, *names]
     processes = [
         subprocess.Popen(
             command,
@@ -51,8 +52,8 @@ def on_two_ranks(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     return {found["family"]: found for found in map(json.loads, output.splitlines())}
 
 
-def check_all(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-    found = on_two_ranks(names, folder)
+def check_all(names: list[str], folder: Path, device: str = "cpu") -> dict[str, dict[str, Any]]:
+    found = on_two_ranks(names, folder, device)
     assert list(found) == names
     assert [name for name in names if "refused" in found[name]] == []
     assert [name for name in names if not found[name]["same_ids"]] == []
@@ -66,12 +67,34 @@ def check_all(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     found = check_all(NAMED, tmp_path)
-    assert {name: found[name]["levels"] for name in NAMED} == {
-        "llama_tied": ["adapter"],
-        "qwen3_5": ["adapter", "packed"],
-        "qwen3_moe": ["adapter"],
-        "gpt_oss": ["adapter"],
+    assert {name: found[name]["layers"] for name in NAMED} == {
+        "llama_tied": ["layers: Attention: adapter"],
+        "qwen3_5": ["layers: GatedDeltaNet: packed, Qwen3NextAttention: adapter"],
+        "qwen3_moe": ["layers: Attention: adapter"],
+        "gpt_oss": ["layers: AttentionBlock: adapter"],
     }
+
+
+FUSED = ["qwen3", "qwen3_5_moe", "gpt_oss"]
+"""Dense; hybrid with experts of ours and a split output matrix; biases that are added once."""
+
+ALSO_FUSED = ["glm4_moe", "llama", "llama_sliding", "ministral3", "qwen3_5", "qwen3_moe", "qwen3_yarn", "seed_oss"]
+
+
+def check_fused(names: list[str], folder: Path) -> None:
+    found = check_all(names, folder, "cuda")
+    for name in names:
+        assert found[name]["lowered"] == []
+        assert re.search(r"^kernels: \d.*, steps of few tokens compiled$", found[name]["layers"][1])
+
+
+def test_two_ranks_with_cudas_layers_compute_what_one_does(tmp_path: Path) -> None:
+    check_fused(FUSED, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_cudas_layers_compute_what_one_does_in_other_families(tmp_path: Path) -> None:
+    check_fused(ALSO_FUSED, tmp_path)
 
 
 @pytest.mark.slow

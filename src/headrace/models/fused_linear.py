@@ -21,8 +21,14 @@ MANY_TOKENS = 256
 as long at 256 tokens on an H200, and three times as long at 2,048."""
 
 
+_SUMMED = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
+"""Linears whose inputs are split over ranks: each rank's product is a part of the output, which is the sum."""
+
+LINEARS = (nn.Linear, nn.QuantizedLinear, nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
+
+
 def can_fuse(modules: Sequence[Any]) -> bool:
-    return all(type(module) in (nn.Linear, nn.QuantizedLinear) for module in modules)
+    return all(type(module) in (*LINEARS, *_SUMMED) for module in modules)
 
 
 class FusedLinear:
@@ -32,27 +38,35 @@ class FusedLinear:
     stored in different formats remain separate products.
     """
 
-    def __init__(self, parts: Sequence[Any]) -> None:
+    def __init__(self, parts: Sequence[Any], group: mx.distributed.Group | None = None) -> None:
+        """group: ranks over which a lone part's outputs are summed; the part may also know it."""
         self._parts = list(parts)
-        products = [_product(list(run)) for _, run in groupby(parts, _form)]
+        self._group = parts[0].group if isinstance(parts[0], _SUMMED) else group
+        self._bias = None if self._group is None else parts[0].get("bias")
+        """What is added to the sum, once."""
+        products = [_product(list(run), self._bias is None) for _, run in groupby(parts, _form)]
         self._products = [product for product, _ in products]
         self._own = products[0][1] if len(products) == 1 else None
-        self.adds_residual = self._own is not None and self._own.scales is not None
-        """Whether the sum is made here best: behind products of weights that are not quantised the norm makes it."""
+        self.adds_residual = self._own is not None and self._own.scales is not None and self._group is None
+        """Whether the residual is best added here: behind dense weights, and sums over ranks, the norm adds it."""
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x: `[…, input width]`; residual: what is added to the output, of the same shape."""
         if self.has_adapters:
             found = self._with_adapters(x, self._joined(x))
             return found if residual is None else residual + found
-        if self._own is not None:
+        if self._own is not None and self._group is None:
             return matmul.product(x, self._own, residual)
         found = self._joined(x)
         return found if residual is None else residual + found
 
     def _joined(self, x: mx.array) -> mx.array:
         outputs = [product(x) for product in self._products]
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+        found = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+        if self._group is None:
+            return found
+        found = mx.distributed.all_sum(found, group=self._group)
+        return found if self._bias is None else found + self._bias
 
     @property
     def has_adapters(self) -> bool:
@@ -85,12 +99,12 @@ def _form(part: Any) -> tuple[Any, ...]:
     return type(part), arrays, *(getattr(part, name, None) for name in ("bits", "group_size", "mode"))
 
 
-def _product(parts: list[Any]) -> tuple[Product, Weights | None]:
+def _product(parts: list[Any], adds_bias: bool) -> tuple[Product, Weights | None]:
     """One product for the parts; its weights, if it is one of our kernels and nothing more."""
     first = parts[0]
     joined = {name: _joined(name, parts) for name, array in first.items() if isinstance(array, mx.array)}
-    weight, bias = joined["weight"], joined.get("bias")
-    if isinstance(first, nn.QuantizedLinear | nn.QuantizedEmbedding):
+    weight, bias = joined["weight"], joined.get("bias") if adds_bias else None
+    if "scales" in first:
         scales, biases, form = joined["scales"], joined.get("biases"), (first.group_size, first.bits, first.mode)
         own = Weights(weight, scales, biases, first.bits, first.group_size)
         is_own = matmul.refusal(own, scales.dtype) is None
@@ -131,9 +145,11 @@ def _joined(name: str, parts: Sequence[Any]) -> mx.array:
 def can_be_head(module: Any) -> bool:
     """Whether the library's product with this output matrix would be slow, or would depend on the number of rows: a
     quantised one, or one that our kernels support."""
-    if type(module) in (nn.QuantizedEmbedding, nn.QuantizedLinear):
+    if type(module) not in (nn.Embedding, nn.QuantizedEmbedding, *LINEARS):
+        return False
+    if "scales" in module:
         return True
-    is_plain = type(module) in (nn.Embedding, nn.Linear) and "bias" not in module
+    is_plain = "bias" not in module
     return is_plain and matmul.refusal(weights_of(module), module.weight.dtype) is None
 
 
@@ -147,7 +163,7 @@ class FusedHead(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """An embedding's rows `[…, hidden]` of ids `[…]`, or the linear's product."""
-        if isinstance(self.inner, nn.QuantizedLinear | nn.Linear):
+        if type(self.inner) in LINEARS:
             return self._product(x)
         rows: mx.array = self.inner(x)
         return rows

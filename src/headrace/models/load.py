@@ -198,9 +198,7 @@ def _finish(
         raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
     sampled = sample_logits(loaded.model, sample) if sample else None
     kernels = Kernels(numerics, device.kind)
-    collectives: tuple[Collective, ...] = ()
-    if is_sharded(loaded.model):
-        kernels, collectives = kernels.without_fusion(), collectives_of(loaded.model)
+    collectives = collectives_of(loaded.model) if is_sharded(loaded.model) else ()
     if device.mac is not None and device.mac.has_accelerators:
         kernels = replace(kernels, has_accelerators=True)
     if device.kind == "metal" and numerics == "fast":

@@ -25,6 +25,7 @@ from headrace.models.media import Deepstack, RowMedia, packed_positions, row_at,
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.rowwise import run_rows
 from headrace.models.positions import TokenPositions, find_sections
+from headrace.models.sharding import gathered
 from headrace.models.step import NO_SPANS, PackedStep, QueryRecorder, RowSpan
 from headrace.models.vlm import VlmWrapper
 from headrace.state.hidden import HiddenState
@@ -349,8 +350,9 @@ class PackedModel:
     def project(self, hidden: mx.array) -> mx.array:
         """Normed hidden rows `[1, n, hidden]` to logits `[n, num_ids]`, as at the end of the model's forward."""
         text = self.text_model
-        logits: mx.array = text.lm_head(hidden) if "lm_head" in text else text.model.embed_tokens.as_linear(hidden)
-        return self._of_tokens(logits.squeeze(0))
+        if "lm_head" in text:
+            return self._of_tokens(gathered(text.lm_head(hidden), text).squeeze(0))
+        return self._of_tokens(text.model.embed_tokens.as_linear(hidden).squeeze(0))
 
     def restore(self) -> None:
         """Restore the untouched model; this object can't be used afterwards."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.base import gather_last_axis
 
 from headrace.errors import ModelError
 from headrace.models.levels import is_gated_delta, mixers_of
@@ -27,7 +28,9 @@ _SHARDED = (
 
 
 def shard(model: Any, files: ModelFiles, group: mx.distributed.Group) -> None:
-    """Keep this rank's part of the weights, which need not be evaluated.
+    """Keep this rank's part of the weights, which need not be evaluated before and are afterwards.
+
+    One module after the other, so that hardly more than the part and one whole module is held at a time.
 
     Raises ModelError for a family that mlx-lm doesn't split, and for sizes that the ranks don't divide.
     """
@@ -40,6 +43,10 @@ def shard(model: Any, files: ModelFiles, group: mx.distributed.Group) -> None:
             _repeat_key_heads(mixer, num_ranks // mixer.num_k_heads)
     with foreign_errors(partial(_refusal, files, num_ranks)):
         model.shard(group)
+        for module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).values():
+            mx.eval(module.parameters())
+            mx.clear_cache()
+        mx.eval(model.parameters())
 
 
 def is_sharded(model: Any) -> bool:
@@ -50,6 +57,13 @@ def summed(y: mx.array, mixer: Any) -> mx.array:
     """What a mixer of mlx-lm's gives, summed over the ranks if it is split and doesn't do so itself."""
     group = getattr(mixer, "sharding_group", None)
     return y if group is None else mx.distributed.all_sum(y, group=group)
+
+
+def gathered(logits: mx.array, text_model: Any) -> mx.array:
+    """Logits of all tokens, where each rank's output matrix has a part of them."""
+    group = getattr(text_model, "sharding_group", None)
+    whole: mx.array = logits if group is None else gather_last_axis(logits, group)
+    return whole
 
 
 def _mixers(model: Any) -> Iterator[Any]:

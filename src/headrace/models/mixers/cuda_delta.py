@@ -106,7 +106,7 @@ class CudaDeltaMixer(nn.Module):
         self.inner = inner
         self._shape = shape
         self._project = FusedLinear([inner[name] for name in PROJECTIONS])
-        self._out = FusedLinear([inner.out_proj])
+        self._out = FusedLinear([inner.out_proj], inner.sharding_group)
         self.adds_residual = self._out.adds_residual
         conv = mx.contiguous(inner.conv1d.weight[:, :, 0])
         self._weights = shapes.DeltaWeights(

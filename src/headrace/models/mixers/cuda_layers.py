@@ -76,6 +76,8 @@ class CudaMoE(nn.Module):
         self._router = FusedLinear([inner.gate, inner.shared_expert_gate])
         shared = inner.shared_expert.inner if isinstance(inner.shared_expert, CudaMLP) else inner.shared_expert
         self._shared = shared.gate_proj, shared.up_proj, shared.down_proj
+        self._group = inner.sharding_group
+        self.adds_residual = self._group is None
 
     def __call__(self, x: mx.array, residual: mx.array | None = None, num_tokens: mx.array | None = None) -> mx.array:
         """x: `[1, T, hidden]`; residual: what is added to the output; num_tokens: see `LayerIO`."""
@@ -83,7 +85,11 @@ class CudaMoE(nn.Module):
             found: mx.array = self.inner(x)
             return found if residual is None else residual + found
         tokens = x.reshape(-1, x.shape[-1])
-        return moe.mix(*self._parts, tokens, self._router(tokens), residual, num_tokens).reshape(x.shape)
+        if self._group is None:
+            return moe.mix(*self._parts, tokens, self._router(tokens), residual, num_tokens).reshape(x.shape)
+        own = moe.mix(*self._parts, tokens, self._router(tokens), None, num_tokens).reshape(x.shape)
+        found = mx.distributed.all_sum(own, group=self._group)
+        return found if residual is None else residual + found
 
 
 class SumNorm(nn.Module):
@@ -127,9 +133,10 @@ def hand_residuals(layer: Any, inner: SumNorm | None, behind: SumNorm | None) ->
     def forward(layer: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
         h = _with_residual(layer[name], inner, x, layer.input_layernorm(x), *given, **named)
         y = layer.post_attention_layernorm(h)
+        counted: dict[str, mx.array | None] = {}
         if isinstance(layer.mlp, CudaMoE):
-            return layer.mlp(y, h, _num_real_tokens((*given, *named.values())))
-        return _with_residual(layer.mlp, behind, h, y)
+            counted["num_tokens"] = _num_real_tokens((*given, *named.values()))
+        return _with_residual(layer.mlp, behind, h, y, **counted)
 
     return override_forward(layer, forward)
 

@@ -1,0 +1,119 @@
+"""`python -m benchmarks.collectives`: what sums over ranks take, alone and inside of a step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from benchmarks.command import exit_code
+from benchmarks.processes import backend_here, read_given, run_ranks, say
+from headrace.bench.table import Row, aligned
+from headrace.config_loading import Parser
+from headrace.ranks.layout import read_layout
+
+SIZES = (5_120, 20_480, 40_960, 163_840, 655_360, 2_621_440, 10_485_760)
+"""Bytes in half precision: hidden rows of 2,560 channels, 1 to 2,048 of them."""
+
+CHAIN = 64
+"""Sums of a step, each of what the last one gave: as many as 32 layers have."""
+
+_ABOUT = """Measure sums over ranks of arrays of several sizes, in microseconds: `alone`, each waited for; `in a step`,
+64 one after another in one evaluation, less what the same takes without the sums; `compiled`, such a step as a compiled
+function. `host`: processor time of the thread that launches it, for each sum, also less the rest."""
+
+
+def measure(group: mx.distributed.Group, num_repeats: int) -> None:
+    """In a rank."""
+    for num_bytes in SIZES:
+        x = mx.ones((num_bytes // 2560 // 2, 2560), mx.bfloat16)
+        mx.eval(x)
+        bare, bare_host = _median(lambda: _chain(x, None), num_repeats)
+        full, full_host = _median(lambda: _chain(x, group), num_repeats)
+        run = mx.compile(partial(_chain, group=group))
+        compiled, compiled_host = _median(lambda: run(x), num_repeats)
+        say(
+            bytes=num_bytes,
+            alone=_median(lambda: mx.distributed.all_sum(x, group=group), num_repeats)[0],
+            step=(full - bare) / CHAIN,
+            compiled=(compiled - bare) / CHAIN,
+            host=(full_host - bare_host) / CHAIN,
+            compiled_host=(compiled_host - bare_host) / CHAIN,
+            gather=_median(lambda: mx.distributed.all_gather(x, group=group), num_repeats)[0],
+        )
+
+
+def _chain(x: mx.array, group: mx.distributed.Group | None) -> mx.array:
+    for _ in range(CHAIN):
+        x = x * 0.5  # so that it stays finite, and no sum's input is another's output
+        x = x if group is None else mx.distributed.all_sum(x, group=group)
+    return x
+
+
+def _median(make: Callable[[], mx.array], num_repeats: int) -> tuple[float, float]:
+    """Microseconds until it is computed, and of the host's processor."""
+    times, host = [], []
+    for _ in range(num_repeats + 3):
+        started, started_host = time.perf_counter(), time.thread_time()
+        found = make()
+        mx.async_eval(found)
+        host.append(time.thread_time() - started_host)
+        mx.eval(found)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[3:]) * 1e6, statistics.median(host[3:]) * 1e6
+
+
+TITLES: Row = ("bytes", "alone, µs", "in a step", "compiled", "host", "host, compiled", "all-gather alone")
+_NAMES = ("alone", "step", "compiled", "host", "compiled_host", "gather")
+
+
+def run(argv: Sequence[str]) -> None:
+    given = _parser().parse_args(list(argv))
+    backend = given.backend or backend_here()
+    layout = read_layout(given.ranks, backend)
+    found: list[dict[str, Any]] = []
+
+    def take(rank: int, line: dict[str, Any]) -> None:
+        if rank == 0:
+            found.append(line)
+
+    run_ranks("benchmarks.collectives", {"repeats": given.repeats}, layout, given.limit_s, take)
+    rows = [TITLES, *[(str(one["bytes"]), *(f"{one[name]:.1f}" for name in _NAMES)) for one in found]]
+    print(f"{layout.size} ranks by {backend}\n" + "\n".join(aligned(rows)), flush=True)
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m benchmarks.collectives", description=_ABOUT, allow_abbrev=False)
+    parser.add_argument("--ranks", metavar="N", required=True, help="devices of this machine")
+    parser.add_argument("--backend", choices=("ring", "nccl"), help="default: nccl on CUDA, else ring")
+    parser.add_argument("--repeats", metavar="N", type=int, default=20, help="of each measure (default: 20)")
+    parser.add_argument("--limit-s", type=float, default=300.0, metavar="S", help="for all together")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured to this file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after a mistake, which is reported on one line."""
+    return exit_code(run, sys.argv[1:] if argv is None else argv)
+
+
+def as_rank() -> None:
+    given, group = read_given()
+    assert group is not None
+    measure(group, given["repeats"])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(main())
+    as_rank()

@@ -1,0 +1,170 @@
+"""`python -m benchmarks.ranks`: prefill and decode of a published shape on one device and split over several."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import exit_code
+from benchmarks.model import ModelPlan, plan_of, plan_parser
+from benchmarks.processes import OnLine, backend_here, run_ranks
+from headrace.backend.device import current
+from headrace.bench.report import machine, versions
+from headrace.bench.table import Row, aligned
+from headrace.cli.bench import make_folder
+from headrace.ranks.layout import Layout, read_layout
+
+_ABOUT = """Measure prefill and decode of a published shape, without a server: on one device, then split over several,
+with the same weights. Also what a step takes if the ranks don't add up their sums, which tells what that costs."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What one process has printed. said: of the model, before the figures."""
+
+    said: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    without_sums: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        if "measure" not in line:
+            self.said |= line
+            return
+        (self.without_sums if line["without_sums"] else self.figures)[line["measure"]] = dict(line)
+
+
+def measure(plan: ModelPlan, layout: Layout | None, limit_s: float, on_line: OnLine) -> list[Found]:
+    """What every rank found; layout: None for one device. on_line: gets rank 0's lines as they come.
+
+    Raises HeadraceError if one has failed, or has not ended after `limit_s`.
+    """
+    found = [Found() for _ in range(1 if layout is None else layout.size)]
+
+    def take(rank: int, line: dict[str, Any]) -> None:
+        found[rank].take(line)
+        on_line(rank, line)
+
+    run_ranks("benchmarks.rank", {"plan": _as_given(plan)}, layout, limit_s, take)
+    return found
+
+
+def _as_given(plan: ModelPlan) -> dict[str, Any]:
+    return {name: value for name, value in asdict(plan).items() if name != "sides"}
+
+
+TITLES: Row = ("measure", "one, ms", "split, ms", "times as fast", "without sums, ms", "launches", "host ms")
+
+
+def table(one: Found, split: Found) -> str:
+    rows = [TITLES]
+    for measure_name, figure in split.figures.items():
+        alone, bare = one.figures.get(measure_name), split.without_sums.get(measure_name)
+        ratio = "" if alone is None else f"{_median(alone) / _median(figure):.2f}"
+        of_ranks = [each for each in (alone, figure) if each is not None]
+        rows.append(
+            (
+                measure_name,
+                *("" if each is None else _shown(each) for each in (alone, figure)),
+                ratio,
+                "" if bare is None else _shown(bare),
+                *(" / ".join(_number(each[name], scale) for each in of_ranks) for name, scale in _COUNTS),
+            )
+        )
+    return "\n".join(aligned(rows))
+
+
+_COUNTS = (("num_launches", 1.0), ("host_s", 1e3))
+
+
+def _number(value: float | None, scale: float) -> str:
+    return "" if value is None else f"{value * scale:.4g}"
+
+
+def _median(figure: Mapping[str, Any]) -> float:
+    return statistics.median(figure["times_s"])
+
+
+def _shown(figure: Mapping[str, Any]) -> str:
+    times = [time_s * 1e3 for time_s in figure["times_s"]]
+    return f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
+
+
+def likeliest_line(one: Found, split: Found) -> str:
+    """How the likeliest tokens of a prompt differ, and how close the next ones were where they do."""
+    pairs = list(zip(one.said["likeliest"], split.said["likeliest"], strict=True))
+    different = [ours for ours, theirs in pairs if ours[0] != theirs[0]]
+    apart = max(abs(ours[1] - theirs[1]) for ours, theirs in pairs)
+    ties = f", where the next is at most {max(each[2] for each in different):.2g} below" if different else ""
+    return (
+        f"likeliest tokens: the same {len(pairs) - len(different)} of {len(pairs)} times{ties}; "
+        f"their logits differ by up to {apart:.2g}"
+    )
+
+
+def memory_line(split: Sequence[Found]) -> str:
+    each = ", ".join(
+        f"{found.said['weights_bytes'] / 1e9:.3g} + {(found.said['peak_bytes'] - found.said['weights_bytes']) / 1e9:.3g}"
+        for found in split
+    )
+    return f"GB of weights + of all else at most, by rank: {each}"
+
+
+def run(argv: Sequence[str]) -> None:
+    """Prints figures as they come, and a table in the end. Raises ConfigError."""
+    parser = plan_parser("benchmarks.ranks", _ABOUT)
+    parser.add_argument("--ranks", metavar="N", required=True, help="over how many devices of this machine")
+    parser.add_argument("--backend", choices=("ring", "nccl"), help="default: nccl on CUDA, else ring")
+    parser.add_argument("--split-only", action="store_true", help="not on one device, as for a model that is too large")
+    parser.add_argument("--limit-s", type=float, default=600.0, metavar="S", help="for one device, and for all together")
+    given = parser.parse_args(list(argv))
+    plan = plan_of(given)
+    backend = given.backend or backend_here()
+    if given.json is not None:
+        make_folder(given.json)
+
+    def show(size: int, rank: int, line: dict[str, Any]) -> None:
+        if rank == 0 and "likeliest" not in line:
+            print(f"{size}: {json.dumps(line)}", flush=True)
+
+    layout = read_layout(given.ranks, backend)
+    one = Found()
+    if not given.split_only:
+        (one,) = measure(plan, None, given.limit_s, lambda *line: show(1, *line))
+        print(memory_line([one]), flush=True)
+    split = measure(plan, layout, given.limit_s, lambda *line: show(layout.size, *line))
+    print(f"\n{plan.shape} over {layout.size} ranks by {backend}\n{table(one, split[0])}\n{memory_line(split)}")
+    if not given.split_only:
+        print(likeliest_line(one, split[0]))
+    if given.json is not None:
+        _write(given, argv, one, split)
+
+
+def _write(given: argparse.Namespace, argv: Sequence[str], one: Found, split: Sequence[Found]) -> None:
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["python", "-m", "benchmarks.ranks", *argv],
+        "device": current().name,
+        "machine": machine(),
+        "versions": versions(),
+        "variables": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
+        "one": asdict(one),
+        "ranks": [asdict(each) for each in split],
+    }
+    given.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after a mistake, which is reported on one line."""
+    return exit_code(run, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
