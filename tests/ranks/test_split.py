@@ -78,7 +78,7 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
 FUSED = ["qwen3", "qwen3_5_moe", "gpt_oss"]
 """Dense; hybrid with experts of ours and a split output matrix; biases that are added once."""
 
-ALSO_FUSED = ["glm4_moe", "llama", "llama_sliding", "ministral3", "qwen3_5", "qwen3_moe", "qwen3_yarn", "seed_oss"]
+ALSO_FUSED = ["glm4_moe", "llama", "llama_sliding", "ministral3", "qwen3_5", "qwen3_moe", "qwen3_yarn"]
 
 
 def check_fused(names: list[str], folder: Path) -> None:
