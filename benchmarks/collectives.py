@@ -23,6 +23,8 @@ from headrace.ranks.layout import read_layout
 SIZES = (5_120, 20_480, 40_960, 163_840, 655_360, 2_621_440, 10_485_760)
 """Bytes in half precision: hidden rows of 2,560 channels, 1 to 2,048 of them."""
 
+_ROW_BYTES = 5_120
+
 CHAIN = 64
 """Sums of a step, each of what the last one gave: as many as 32 layers have."""
 
@@ -33,37 +35,37 @@ function. `host`: processor time of the thread that launches it, for each sum, a
 
 def measure(group: mx.distributed.Group, num_repeats: int) -> None:
     """In a rank."""
+    step = partial(_chain, group=group)
     for num_bytes in SIZES:
-        x = mx.ones((num_bytes // 2560 // 2, 2560), mx.bfloat16)
+        x = mx.ones((num_bytes // _ROW_BYTES, _ROW_BYTES // 2), mx.bfloat16)
         mx.eval(x)
-        bare, bare_host = _median(lambda: _chain(x, None), num_repeats)
-        full, full_host = _median(lambda: _chain(x, group), num_repeats)
-        run = mx.compile(partial(_chain, group=group))
-        compiled, compiled_host = _median(lambda: run(x), num_repeats)
+        rest, rest_host = _median(partial(_chain, group=None), x, num_repeats)
+        full, full_host = _median(step, x, num_repeats)
+        compiled, compiled_host = _median(mx.compile(step), x, num_repeats)
         say(
             bytes=num_bytes,
-            alone=_median(lambda: mx.distributed.all_sum(x, group=group), num_repeats)[0],
-            step=(full - bare) / CHAIN,
-            compiled=(compiled - bare) / CHAIN,
-            host=(full_host - bare_host) / CHAIN,
-            compiled_host=(compiled_host - bare_host) / CHAIN,
-            gather=_median(lambda: mx.distributed.all_gather(x, group=group), num_repeats)[0],
+            alone=_median(partial(mx.distributed.all_sum, group=group), x, num_repeats)[0],
+            step=(full - rest) / CHAIN,
+            compiled=(compiled - rest) / CHAIN,
+            host=(full_host - rest_host) / CHAIN,
+            compiled_host=(compiled_host - rest_host) / CHAIN,
+            gather=_median(partial(mx.distributed.all_gather, group=group), x, num_repeats)[0],
         )
 
 
-def _chain(x: mx.array, group: mx.distributed.Group | None) -> mx.array:
+def _chain(x: mx.array, *, group: mx.distributed.Group | None) -> mx.array:
     for _ in range(CHAIN):
         x = x * 0.5  # so that it stays finite, and no sum's input is another's output
         x = x if group is None else mx.distributed.all_sum(x, group=group)
     return x
 
 
-def _median(make: Callable[[], mx.array], num_repeats: int) -> tuple[float, float]:
+def _median(compute: Callable[[mx.array], mx.array], x: mx.array, num_repeats: int) -> tuple[float, float]:
     """Microseconds until it is computed, and of the host's processor."""
     times, host = [], []
     for _ in range(num_repeats + 3):
         started, started_host = time.perf_counter(), time.thread_time()
-        found = make()
+        found = compute(x)
         mx.async_eval(found)
         host.append(time.thread_time() - started_host)
         mx.eval(found)

@@ -84,7 +84,7 @@ def _read(process: subprocess.Popen[str], take: Callable[[dict[str, Any]], None]
 
 def _wait(processes: Sequence[subprocess.Popen[str]], limit_s: float) -> None:
     until = time.monotonic() + limit_s
-    while any((codes := [process.poll() for process in processes])) or None in codes:
+    while any(codes := [process.poll() for process in processes]) or None in codes:
         for rank, code in enumerate(codes):
             if code:
                 raise HeadraceError(f"rank {rank} of {len(processes)} has ended with {code}")

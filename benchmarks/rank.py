@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -71,7 +72,7 @@ def _model(plan: ModelPlan, config: dict[str, Any], group: mx.distributed.Group 
     return model
 
 
-def _likeliest(packed: PackedModel, vocab_size: int) -> list[list[float]]:
+def _likeliest(packed: PackedModel, vocab_size: int) -> Any:
     """The likeliest token after each of a prompt's, its logit, and how far the next one's is below it."""
     prompt = np.random.default_rng(1).integers(0, vocab_size, SAMPLE_TOKENS).tolist()
     state = SequenceState(StatePool(has_batches=packed.kernels.attends_in_batches), SAMPLE_TOKENS)
@@ -81,8 +82,8 @@ def _likeliest(packed: PackedModel, vocab_size: int) -> list[list[float]]:
     ids = mx.argmax(logits, axis=-1)
     mx.eval(best, ids, state.arrays())
     state.release()
-    pairs = zip(ids.tolist(), best.tolist(), strict=True)
-    return [[token, max(two), max(two) - min(two)] for token, two in pairs]
+    tops = np.array(best).max(axis=-1)
+    return np.stack([np.array(ids), tops, tops - np.array(best).min(axis=-1)], axis=-1).tolist()
 
 
 def _figures(packed: PackedModel, plan: ModelPlan, vocab_size: int) -> Iterator[Figure]:
@@ -97,12 +98,8 @@ def _figures(packed: PackedModel, plan: ModelPlan, vocab_size: int) -> Iterator[
 @contextmanager
 def _no_sums() -> Iterator[None]:
     """The ranks don't wait for each other, so that the difference is what their sums take. The numbers are wrong."""
-    all_sum = mx.distributed.all_sum
-    mx.distributed.all_sum = lambda x, group=None: x
-    try:
+    with patch.object(mx.distributed, "all_sum", lambda x, group: x):
         yield
-    finally:
-        mx.distributed.all_sum = all_sum
 
 
 def _say_figure(figure: Figure, *, without_sums: bool = False) -> None:

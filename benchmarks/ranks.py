@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from benchmarks.command import exit_code
@@ -89,7 +88,8 @@ def _number(value: float | None, scale: float) -> str:
 
 
 def _median(figure: Mapping[str, Any]) -> float:
-    return statistics.median(figure["times_s"])
+    times_s: list[float] = figure["times_s"]
+    return statistics.median(times_s)
 
 
 def _shown(figure: Mapping[str, Any]) -> str:
@@ -110,10 +110,8 @@ def likeliest_line(one: Found, split: Found) -> str:
 
 
 def memory_line(split: Sequence[Found]) -> str:
-    each = ", ".join(
-        f"{found.said['weights_bytes'] / 1e9:.3g} + {(found.said['peak_bytes'] - found.said['weights_bytes']) / 1e9:.3g}"
-        for found in split
-    )
+    pairs = [(found.said["weights_bytes"], found.said["peak_bytes"]) for found in split]
+    each = ", ".join(f"{weights / 1e9:.3g} + {(peak - weights) / 1e9:.3g}" for weights, peak in pairs)
     return f"GB of weights + of all else at most, by rank: {each}"
 
 
@@ -122,8 +120,8 @@ def run(argv: Sequence[str]) -> None:
     parser = plan_parser("benchmarks.ranks", _ABOUT)
     parser.add_argument("--ranks", metavar="N", required=True, help="over how many devices of this machine")
     parser.add_argument("--backend", choices=("ring", "nccl"), help="default: nccl on CUDA, else ring")
-    parser.add_argument("--split-only", action="store_true", help="not on one device, as for a model that is too large")
-    parser.add_argument("--limit-s", type=float, default=600.0, metavar="S", help="for one device, and for all together")
+    parser.add_argument("--split-only", action="store_true", help="not on one device")
+    parser.add_argument("--limit-s", type=float, default=600.0, metavar="S", help="for one device, and for all")
     given = parser.parse_args(list(argv))
     plan = plan_of(given)
     backend = given.backend or backend_here()
