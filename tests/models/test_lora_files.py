@@ -20,6 +20,7 @@ from headrace.errors import ModelError
 from headrace.models.levels import choose_levels
 from headrace.models.lora_files import fit_adapter, read_adapter
 from headrace.models.packed import PackedModel, Row
+from headrace.models.weights import dense_weight
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -103,6 +104,44 @@ def test_biases_that_replace_the_models_need_no_product(packed: PackedModel, tmp
     expected.layers[0].self_attn.q_proj.bias = mx.array(bias.astype(np.float32))
     folder = write_peft(tmp_path, {f"{name}.base_layer.bias": bias}, bias="all")
     assert mx.abs(logits_with(packed, folder) - tiny.reference(expected, IDS)).max().item() < TOLERANCE
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_weights_that_peft_saves_with_an_embeddings_adapter_are_the_models_own(
+    bits: int | None, tmp_path: Path
+) -> None:
+    """Of both matrices' adapters, in a model where they are two. Merged: E + s (B A)ᵀ, and W + s B A."""
+
+    def build() -> nn.Module:
+        model = tiny.build("llama")
+        if bits is not None:
+            nn.quantize(model, group_size=32, bits=bits)
+        return model
+
+    expected, stored = build(), tiny.build("llama")
+    random, scale = np.random.default_rng(4), scale_of(4, 8)
+    tensors = {}
+    for path, kind in (("model.embed_tokens", "embedding_"), ("lm_head", "")):
+        weight = np.array(dict(stored.named_modules())[path].weight)
+        a, b = (random.normal(0, 0.06, shape) for shape in ((4, len(weight)), (weight.shape[1], 4)))
+        if not kind:
+            a, b = b.T, a.T
+        tensors[f"{path}.lora_{kind}A{'' if kind else '.weight'}"] = a
+        tensors[f"{path}.lora_{kind}B{'' if kind else '.weight'}"] = b
+        tensors[f"{path}.base_layer.weight"] = weight
+        merged = expected.model.embed_tokens if kind else expected.lm_head
+        dense = nn.Embedding(*weight.shape) if kind else nn.Linear(*weight.shape[::-1], bias=False)
+        dense.weight = dense_weight(merged) + mx.array((scale * ((b @ a).T if kind else b @ a)).astype(np.float32))
+        parent = expected.model if kind else expected
+        parent[path.rpartition(".")[2]] = dense
+    model = build()
+    packed = PackedModel(model, choose_levels(model), Kernels("fast", "cpu"))
+    folder = write_peft(tmp_path, tensors)
+    difference = mx.abs(logits_with(packed, folder) - tiny.reference(expected, IDS))
+    assert difference.max().item() < TOLERANCE
+    for changed in (np.roll(tensors["lm_head.base_layer.weight"], 1, 0), tensors["lm_head.base_layer.weight"][:-1]):
+        folder = write_peft(tmp_path, tensors | {"lm_head.base_layer.weight": changed})
+        refused(packed, folder, "lm_head: adapter_model.safetensors holds another weight than the model's own")
 
 
 def test_ranks_may_differ_by_module(packed: PackedModel, tmp_path: Path) -> None:

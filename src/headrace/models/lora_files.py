@@ -37,6 +37,11 @@ _INITS_OF_OTHER_WEIGHTS = ("pissa", "olora", "corda", "lora_ga")
 """Of `init_lora_weights` those that change the model's own weights, unless PEFT converted the adapter when saving."""
 
 
+_ROUNDED_DIFFERENCE, _QUANTISED_DIFFERENCE = 0.01, 0.25
+"""Up to this relative difference (Frobenius) a saved weight counts as the model's own in another precision: bfloat16
+rounds by up to 0.004; 4 bits in groups of 64 change normally distributed weights by 0.09, 3 bits by 0.2."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """An adapter's folder. weights: its file of tensors. fingerprint: 32 hex digits for all of its numbers."""
@@ -105,6 +110,10 @@ def fit_adapter(files: AdapterFiles, model: Loras, dtype: mx.Dtype) -> dict[str,
         by_path.setdefault(_found(path, model), {})[part] = array
     fitted: dict[str, LoraWeights] = {}
     for path, parts in by_path.items():
+        if (saved := parts.pop("weight", None)) is not None:
+            _refuse_other_weight(path, saved, model.modules[path])
+        if not parts:
+            continue
         fitted[path] = _fit(path, parts, model.modules[path], settings, dtype)
         mx.eval(fitted[path].arrays())  # dense weights that a magnitude needs are freed one by one
     if broken := [path for path, weights in fitted.items() if not _is_finite(weights)]:
@@ -155,6 +164,16 @@ def _fit(path: str, parts: Mapping[str, mx.array], module: Any, settings: _Setti
             offset = kept if offset is None else offset + kept
     typed = [None if one is None else one.astype(dtype) for one in (gain, offset)]
     return LoraWeights(a.astype(dtype), b.astype(dtype), *typed)
+
+
+def _refuse_other_weight(path: str, saved: mx.array, module: Any) -> None:
+    """PEFT saves the embedding and the output matrix beside adapters of them, normally the model's own."""
+    own = dense_weight(module)
+    if saved.shape == own.shape:
+        difference = mx.linalg.norm(_float(saved) - own) / mx.linalg.norm(own)
+        if difference.item() < (_QUANTISED_DIFFERENCE if "scales" in module else _ROUNDED_DIFFERENCE):
+            return
+    raise ModelError(f"{path}: {PEFT} holds another weight than the model's own, which is not supported")
 
 
 def _float(array: mx.array) -> mx.array:
@@ -236,6 +255,7 @@ _PEFT_PARTS: dict[str, tuple[str, bool]] = {
     "lora_magnitude_vector": ("magnitude", False),
     "lora_magnitude_vector.weight": ("magnitude", False),
     "base_layer.bias": ("bias", False),
+    "base_layer.weight": ("weight", False),
     "bias": ("bias", False),
 }
 """By the end of a tensor's name what it is, and whether it is transposed here."""
