@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,13 +12,16 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine import tiny_tokens
+from engine.always_drafts import draft_always
 from engine.sparse_models import name_tokens, save
 from models import tiny, tiny_head
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, ModelError
-from headrace.speculate.depth import DepthPlanner, DraftForecast
+from headrace.speculate.ngram import NgramDrafter
+from headrace.speculate.ranking import Candidate, Ranking, RowRecord, Source
 from headrace.types.request import GenerationRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
@@ -103,13 +107,7 @@ def test_what_is_sampled_with_drafts_is_distributed_as_the_model_alone_says(
     family: str, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second and third tokens, of three choices each, of 600 answers, against mlx-lm's logits."""
-    monkeypatch.setattr(DepthPlanner, "plan", lambda self, rows: tuple(len(row.survival) for row in rows))
-    monkeypatch.setattr(DepthPlanner, "is_due", lambda self, rows: True)
-
-    def prefills(self: DepthPlanner, rows: Sequence[DraftForecast]) -> list[int]:
-        return [number for number, row in enumerate(rows) if row.prefill_s]
-
-    monkeypatch.setattr(DepthPlanner, "prefills", prefills)
+    draft_always(monkeypatch)
     model, prompt, number = tiny.build(family), tiny.PROMPT, 600
     sampling = replace(GREEDY, temperature=1.0, top_k=3)
     wanted = [
@@ -151,8 +149,7 @@ def test_memory_counts_the_draft_model_s_states_and_they_end_with_their_sequence
         return seen, status.drafts.state_bytes, status.drafts.weights_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DepthPlanner, "plan", lambda self, rows: tuple(len(row.survival) for row in rows))
-        patch.setattr(DepthPlanner, "prefills", lambda self, rows: [0] if rows[0].prefill_s else [])
+        draft_always(patch)
         engine = launch(target, draft, prefix_cache="off")
         try:
             seen, left, weights_bytes = asyncio.run(run(engine))
@@ -161,3 +158,59 @@ def test_memory_counts_the_draft_model_s_states_and_they_end_with_their_sequence
     assert seen > 0
     assert left == 0
     assert weights_bytes > 0
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 24}, "kind": {"enum": ["ship", "boat"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_answers_of_a_schema_are_drafted_and_stay_the_same(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model is the target, so that it is right wherever the schema allows what it wants to write."""
+    draft_always(monkeypatch)
+    monkeypatch.setattr(NgramDrafter, "propose", lambda self, max_tokens: None)
+    accepted, report = Counter[Source](), Ranking.report
+
+    def counted(self: Ranking, record: RowRecord, verified: Candidate, num_accepted: int) -> None:
+        accepted.update(draft.source for draft in verified.drafts[:num_accepted])
+        report(self, record, verified, num_accepted)
+
+    monkeypatch.setattr(Ranking, "report", counted)
+    model = ModelConfig(numerics="exact", self_check=False)
+    knobs = EngineConfig(prefill_chunk=32, draft_model=str(save(family, tmp_path / "draft")), prefix_cache="off")
+    engine = Engine.launch(Config(str(save(family, tmp_path / family)), model, knobs), tiny_tokens.factory())
+    warm = replace(GREEDY, temperature=0.8, top_k=8)
+    wanted = [
+        GenerationRequest(
+            f"r{number}",
+            tiny.PROMPT[number:] * 2,
+            GREEDY if number % 2 else replace(warm, seed=number),
+            80,
+            frozenset([tiny_tokens.END]),
+            constraint=tiny_tokens.schema_constraint(SCHEMA),
+        )
+        for number in range(6)
+    ]
+
+    async def run() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        plain = [replace(each, request_id=f"plain {each.request_id}", max_draft_tokens=0) for each in wanted]
+        alone = [(await _answers(engine, [each]))[0] for each in plain]
+        return alone, await _answers(engine, wanted)
+
+    try:
+        alone, drafted = asyncio.run(run())
+    finally:
+        engine.stop()
+    assert drafted == alone
+    for answer in alone:
+        found = json.loads(tiny_tokens.text_of(answer))
+        assert found.keys() == {"name", "kind"}
+        assert found["kind"] in ("ship", "boat")
+    assert accepted[Source.MODEL] > 12
+    assert accepted[Source.FORCED] > 12

@@ -12,6 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.always_drafts import draft_always
 from models import tiny
 from tokenizers import Tokenizer
 
@@ -20,7 +21,7 @@ from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError
 from headrace.scheduler import admission
-from headrace.speculate.depth import DepthPlanner, DraftForecast
+from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.drafter import Drafter, DraftRow
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter
@@ -82,18 +83,7 @@ def launch(model: str, **knobs: object) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which rows get drafts, and how many, follows from the request, not from the clock."""
-
-    def plan(self: DepthPlanner, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
-        return tuple(len(row.survival) for row in rows)
-
-    monkeypatch.setattr(DepthPlanner, "plan", plan)
-
-    def prefills(self: DepthPlanner, rows: Sequence[DraftForecast]) -> list[int]:
-        return [number for number, row in enumerate(rows) if row.prefill_s]
-
-    monkeypatch.setattr(DepthPlanner, "prefills", prefills)
-    monkeypatch.setattr(DepthPlanner, "is_due", lambda self, rows: True)
+    draft_always(monkeypatch)
 
 
 @pytest.fixture

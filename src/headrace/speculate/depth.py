@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -110,32 +110,49 @@ class DepthPlanner:
     def prefills(self, rows: Sequence[DraftForecast]) -> list[int]:
         """The rows whose texts the draft model should process now, the cheapest first.
 
-        Their forecasts tell what could then be drafted. The budget pays for it, in advance of what the drafts gain; it
-        is raised for the very first one, before which nothing is known.
+        Their forecasts tell what could then be drafted. So many are processed at once that their drafts should pay off
+        together, or none. The budget pays for it, in advance of what the drafts gain; it is raised for the very first
+        one, before which nothing is known.
         """
         load, num_context = self._load(len(rows)), _num_context(rows)
         load.prefill_at, undrafted_s = math.inf, load.times.undrafted_s(num_context)
-        waiting = sorted((row.prefill_s, number) for number, row in enumerate(rows) if row.prefill_s)
-        if not waiting or undrafted_s is None or self._is_timing(rows):
+        if undrafted_s is None or self._is_timing(rows):
             return []
+        costs = {number: row.prefill_s / undrafted_s for number, row in enumerate(rows) if row.prefill_s}
+        waiting = [number for number in costs if costs[number] <= _PREFILL_SHARE * rows[number].num_left]
+        if not waiting:
+            return []
+        waiting.sort(key=costs.__getitem__)
         if not self._has_prefilled:
             self._has_prefilled = True
-            load.budget += waiting[0][0] / undrafted_s
-        useful, _ = self._fastest(rows, math.inf)
-        chosen: list[int] = []
-        left = load.budget
-        for prefill_s, number in waiting:
-            cost = prefill_s / undrafted_s
-            if cost > _PREFILL_SHARE * rows[number].num_left:
-                continue
-            needed = cost if useful[number] else _TRY_RESERVE * cost
-            load.full = max(load.full, _TRY_RESERVE * cost)
-            if needed > left:
-                load.prefill_at = load.budget + needed - left
+            load.budget += costs[waiting[0]]
+        chosen, needed = self._cheapest_useful(rows, waiting, costs)
+        load.full = max(load.full, needed)
+        if needed > load.budget:
+            load.prefill_at = needed
+            return []
+        for number in waiting[len(chosen) :]:
+            needed += costs[number]
+            if needed > load.budget:
                 break
-            left -= cost
             chosen.append(number)
         return chosen
+
+    def _cheapest_useful(
+        self, rows: Sequence[DraftForecast], waiting: Sequence[int], costs: Mapping[int, float]
+    ) -> tuple[list[int], float]:
+        """The fewest of the waiting rows whose drafts should pay off, and the budget that they need.
+
+        If none should, the first one, to be tried.
+        """
+        ready = [row._replace(survival=()) if row.prefill_s else row for row in rows]
+        needed = self._cost(rows, 1, 1)
+        for count, number in enumerate(waiting, start=1):
+            ready[number] = rows[number]
+            needed += costs[number]
+            if self._fastest(ready, math.inf)[0][number]:
+                return list(waiting[:count]), needed
+        return [waiting[0]], _TRY_RESERVE * (costs[waiting[0]] + self._cost(rows, 1, 1))
 
     def plan(self, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         """Number of drafts for each of the step's decoding rows, at most as many as its survival has entries."""
@@ -188,6 +205,7 @@ class DepthPlanner:
         is_timed: bool,
         is_usual: bool,
         has_attempted: bool,
+        may_draft: bool = True,
         prefill_s: float = 0.0,
     ) -> None:
         """Record a step's result.
@@ -195,7 +213,8 @@ class DepthPlanner:
         rows, depths: as planned and executed. num_gained: tokens of these rows, accepted drafts included. seconds: of
         the whole step, the drafter's passes included. is_timed: whether that is the time of these rows alone, without
         prompts or compilation. is_usual: whether the step took as long as if nothing were ever drafted. has_attempted:
-        whether drafts were looked for. prefill_s: of the draft model before the step, not in `seconds`.
+        whether drafts were looked for. may_draft: whether any row may have some, without which no budget comes in.
+        prefill_s: of the draft model before the step, not in `seconds`.
         """
         num_drafts, num_passes = sum(depths), _num_passes(rows, depths)
         self._since_timed += num_drafts > 0
@@ -211,16 +230,17 @@ class DepthPlanner:
         elif is_timed and has_attempted:
             times.observe(num_context, num_drafts, num_passes, seconds)
         undrafted_s = times.undrafted_s(num_context)
-        if undrafted_s is None:
+        if undrafted_s is None or not may_draft:
             return
         # in steps without drafts, that would have gained as many tokens
         gained, taken = num_gained / len(rows), times.ratio(num_drafts, num_passes) if has_attempted else 1.0
-        if is_timed and num_drafts and not times.is_measured(num_drafts, num_passes):
+        if num_drafts and not times.is_measured(num_drafts, num_passes):
             # measured ones are charged what they usually take: this step may have been disturbed, as others are
-            taken = min(seconds / undrafted_s, 2 * taken)
-        taken += prefill_s / undrafted_s
-        # losses beyond what the budget was to cover were disturbances
-        load.budget = min(max(load.budget + (1 + _BUDGET_SHARE) * gained - taken, 0.0), load.full)
+            bound = times.upper_bound(num_drafts, num_passes)
+            taken = min(seconds / undrafted_s, 2 * taken) if is_timed else bound
+        # losses beyond what the budget was to cover were disturbances, but those of a prefill are paid back
+        budget = max(load.budget + (1 + _BUDGET_SHARE) * gained - taken, min(load.budget, 0.0))
+        load.budget = min(max(budget - prefill_s / undrafted_s, -load.full), load.full)
         if has_attempted:
             again_at = load.budget + _ATTEMPT_RESERVE * self._cost(rows, 0, 0)
             load.due_at = 0.0 if num_gained > len(rows) else min(load.useful_at, load.prefill_at, again_at, load.full)

@@ -252,6 +252,7 @@ class Speculator:
                 is_timed=not (is_mixed or is_compiled or len(sound) < len(windows)),
                 is_usual=was_ahead == goes_ahead and not self._has_attempted,
                 has_attempted=self._has_attempted,
+                may_draft=any(one.row.may_draft for one in sound),
                 prefill_s=self._prefill_s,
             )
 
