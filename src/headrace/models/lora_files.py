@@ -171,7 +171,7 @@ def _refuse_other_weight(path: str, saved: mx.array, module: Any) -> None:
     own = dense_weight(module)
     if saved.shape == own.shape:
         difference = mx.linalg.norm(_float(saved) - own) / mx.linalg.norm(own)
-        if difference.item() < (_QUANTISED_DIFFERENCE if "scales" in module else _ROUNDED_DIFFERENCE):
+        if float(difference) < (_QUANTISED_DIFFERENCE if "scales" in module else _ROUNDED_DIFFERENCE):
             return
     raise ModelError(f"{path}: {PEFT} holds another weight than the model's own, which is not supported")
 
