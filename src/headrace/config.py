@@ -75,6 +75,12 @@ class EngineConfig:
     prefill_chunk: int | None = knob(
         None, "prompt tokens computed per step; automatic: 256 on a CPU, 2048 on a GPU", metavar="N", minimum=1
     )
+    kv_bits: int | None = knob(
+        None,
+        "keep keys and values of full attention in 8 or 4 bits: longer contexts in less memory, another output; "
+        "automatic: exact",
+        choices=(8, 4),
+    )
     prefix_cache: str = knob(
         "on",
         "keep the state of computed prompts, so that the next turn only computes what is new",

@@ -112,12 +112,15 @@ class Knob:
         return self._parse_number(raw, source)
 
     def _parse_text(self, raw: str, source: str) -> str:
-        choices = self.metadata.get("choices", ())
-        if choices and raw not in choices:
-            raise ConfigError(f"{source} must be one of {', '.join(choices)}, not {raw!r}")
+        self._refuse_other(raw, raw, source)
         if not raw:
             raise ConfigError(f"{source} must not be empty")
         return raw
+
+    def _refuse_other(self, value: Any, raw: str, source: str) -> None:
+        choices = self.metadata.get("choices", ())
+        if choices and value not in choices:
+            raise ConfigError(f"{source} must be one of {', '.join(map(str, choices))}, not {raw!r}")
 
     def _parse_number(self, raw: str, source: str) -> float:
         try:
@@ -126,6 +129,7 @@ class Knob:
             wanted = {BYTES: "a size like 20GB or 512MiB", SHARE: "a share like 0.9 or 90%"}.get(self.unit or "")
             wanted = wanted or ("a whole number" if self.kind is int else "a number")
             raise ConfigError(f"{source} must be {wanted}, not {raw!r}") from error
+        self._refuse_other(number, raw, source)
         low, high = self.metadata.get("minimum"), self.metadata.get("maximum")
         if low is not None and not number >= low:
             raise ConfigError(f"{source} must be at least {low}, not {raw}")
@@ -162,7 +166,9 @@ class Knob:
         if self.kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["metavar"] = self.metadata.get("metavar") or "|".join(self.metadata.get("choices", ())) or None
+            options["metavar"] = (
+                self.metadata.get("metavar") or "|".join(map(str, self.metadata.get("choices", ()))) or None
+            )
             options["action"] = "append" if self.repeatable else "store"
         group.add_argument(self.flag, **options)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from api.responses_calls import Remembered
 from fakes import describe
 
-from headrace.api.answer_encoder import AnswerHeading, sparse_detail
+from headrace.api.answer_encoder import AnswerHeading, approximations
 from headrace.api.anthropic_answer import MessagesAnswer
 from headrace.api.anthropic_request import read_messages
 from headrace.api.openai_answer import usage_body
@@ -76,7 +77,7 @@ DETAIL = {"kept_tokens": 30, "dropped_tokens": 60, "bypassed": ["short_prompt", 
 
 
 def test_usage_tells_what_was_kept_and_why_more_was_not_dropped() -> None:
-    assert sparse_detail(USAGE) == {"sparse_prefill": DETAIL}
+    assert approximations(USAGE) == {"sparse_prefill": DETAIL}
     assert usage_body(USAGE)["prompt_tokens_details"] == {
         "cached_tokens": 10,
         "route": "text",
@@ -86,6 +87,20 @@ def test_usage_tells_what_was_kept_and_why_more_was_not_dropped() -> None:
     assert MessagesAnswer(AnswerHeading("msg_1", "m")).whole(events)["usage"]["sparse_prefill"] == DETAIL
 
 
+def test_usage_tells_the_bits_of_keys_and_values_beside_it() -> None:
+    usage = replace(USAGE, kv_bits=4)
+    assert usage_body(usage)["prompt_tokens_details"] == {
+        "cached_tokens": 10,
+        "route": "text",
+        "kv_bits": 4,
+        "sparse_prefill": DETAIL,
+    }
+    events: Sequence[Any] = [Started(100), Text("a"), Finished(FinishReason.STOP, replace(usage, sparse=None))]
+    answer = MessagesAnswer(AnswerHeading("msg_1", "m")).whole(events)["usage"]
+    assert answer["kv_bits"] == 4
+    assert "sparse_prefill" not in answer
+
+
 def test_usage_says_nothing_where_it_is_off() -> None:
-    assert sparse_detail(Usage(1, 1)) == {}
+    assert approximations(Usage(1, 1)) == {}
     assert usage_body(Usage(1, 1))["prompt_tokens_details"] == {"cached_tokens": 0, "route": "text"}

@@ -53,6 +53,16 @@ def test_a_model_that_fits_has_a_context_and_room_for_requests() -> None:
     ]
 
 
+def test_keys_and_values_of_few_bits_leave_room_for_more_tokens() -> None:
+    # in 4 bits a token of this model takes 32 x 2 x 8 x (64 + 2 x 4) bytes, and 2 x 8 x 128 x 2 while a layer is read
+    per_token = 32 * 2 * 8 * (64 + 8) + 2 * 8 * 128 * 2
+    found = fit(preview(5 * GB), GPU, 0.5, "auto", kv_bits=4)
+    assert found.state_bytes is not None
+    assert found.state_bytes(131072) == 131072 * per_token
+    assert list(found.lines())[1].startswith("context: 131072 tokens, the model's full context; 1 such requests")
+    assert 131072 * per_token < 7 * GB < 131072 * 32 * 2 * 8 * 128 * 2
+
+
 def test_the_context_is_the_one_that_the_engine_chooses(tmp_path: Path) -> None:
     """Of the miniature, whose own context a large memory holds and a small one does not."""
     files = read_files("miniature", MINIATURE)

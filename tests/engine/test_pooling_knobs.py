@@ -18,6 +18,7 @@ from headrace.errors import ConfigError, ModelError
     [
         ({"adapter": ("a=b",)}, {}, "--adapter"),
         ({}, {"draft_model": "miniature-draft"}, "--draft-model"),
+        ({}, {"kv_bits": 8}, "--kv-bits"),
         ({}, {"mtp": "on"}, "--mtp"),
         ({}, {"sparse_draft": "miniature-draft"}, "--sparse-draft"),
     ],

@@ -23,19 +23,31 @@ from models import tiny
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.engine.disk_cache import DiskLoader
+from headrace.engine.kv_bits import kv_forms
 from headrace.engine.memory import sample_state
 from headrace.engine.pool import PrefixPool
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.scheduler.stages import PromptStages
 from headrace.state.disk import DiskTier
+from headrace.state.quantized_kv import KVForms
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
 from headrace.state.stored_state import StateForm
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
 from headrace.types.status import WaitReason
 
-KINDS = {"dense": "llama", "sliding window": "gpt_oss", "hybrid": "qwen3_5", "module": "lfm2"}
+WIDE = "qwen3_5_wide"
+KINDS = {
+    "dense": ("llama", None),
+    "sliding window": ("gpt_oss", None),
+    "hybrid": ("qwen3_5", None),
+    "module": ("lfm2", None),
+    "dense, 8 bits": ("mistral", 8),
+    "sliding window, 4 bits": ("gemma3_text", 4),
+    "hybrid, 4 bits": (WIDE, 4),
+}
+"""A family, and the bits of its keys and values."""
 VOCAB = 97
 LENGTH = 56
 MAX_LIVE = 3
@@ -65,23 +77,31 @@ def small_files_and_patience() -> Iterator[None]:
         patched.setattr("headrace.state.disk_times._LEAST_TIMEOUT_S", 3600.0)
         patched.setattr("headrace.state.disk_times.READ_START_S", 0.0)
         patched.setattr("headrace.state.disk_times.FILE_S", 0.0)
+        patched.setitem(tiny.FAMILIES, WIDE, tiny.with_wide_heads("qwen3_5"))
         yield
     # other tests look at how much memory is in use
     packed.cache_clear()
+    forms.cache_clear()
     expected.cache_clear()
     gc.collect()
 
 
 @cache
 def packed(kind: str) -> PackedModel:
-    model = tiny.build(KINDS[kind])
+    model = tiny.build(KINDS[kind][0])
     return PackedModel(model, choose_levels(model), Kernels("exact", "cpu"))
+
+
+@cache
+def forms(kind: str) -> KVForms:
+    family, bits = KINDS[kind]
+    return {} if bits is None else kv_forms(bits, family, packed(kind), sample_state(packed(kind), None))
 
 
 @cache
 def expected(kind: str, sentence: int) -> list[mx.array]:
     """Logits behind every token of a sentence, fed one at a time."""
-    state = SequenceState(StatePool())
+    state = SequenceState(StatePool(kv_forms=forms(kind)))
     rows = []
     for token in SENTENCES[sentence]:
         state.begin(1)
@@ -115,10 +135,10 @@ class World:
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
         self.folder = folder
-        self.slabs = StatePool()
+        self.slabs = StatePool(kv_forms=forms(kind))
         self.live: list[Live] = []
         self.num_started = self.num_restored = 0
-        self.form = StateForm.of(sample_state(packed(kind), None))
+        self.form = StateForm.of(sample_state(packed(kind), None, forms(kind)))
         self._open()
 
     def _open(self) -> None:

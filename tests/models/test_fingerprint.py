@@ -25,10 +25,15 @@ def print_of(folder: Path) -> Callable[..., str]:
     model = tiny.build("llama")
 
     def of(
-        directory: Path, numerics: str = "exact", dtype: mx.Dtype = mx.float32, head: str = "", layers: str = "adapter"
+        directory: Path,
+        numerics: str = "exact",
+        dtype: mx.Dtype = mx.float32,
+        head: str = "",
+        layers: str = "adapter",
+        kv_bits: int | None = None,
     ) -> str:
         model.set_dtype(dtype)
-        return fingerprint(directory, model, numerics, (layers,), head)
+        return fingerprint(directory, model, numerics, (layers,), head, kv_bits=kv_bits)
 
     return of
 
@@ -41,15 +46,19 @@ def test_a_copy_under_another_name_is_the_same_model(
     assert print_of(copied) == print_of(folder)
 
 
-def test_numerics_precision_layers_and_a_prediction_head_count(folder: Path, print_of: Callable[..., str]) -> None:
+def test_numerics_precision_layers_a_prediction_head_and_bits_of_keys_count(
+    folder: Path, print_of: Callable[..., str]
+) -> None:
     prints = {
         print_of(folder),
         print_of(folder, "fast"),
         print_of(folder, dtype=mx.bfloat16),
         print_of(folder, head="model-mtp.safetensors"),
         print_of(folder, layers="kernels"),
+        print_of(folder, kv_bits=8),
+        print_of(folder, kv_bits=4),
     }
-    assert len(prints) == 5
+    assert len(prints) == 7
 
 
 def test_config_header_name_and_content_of_every_file_count(

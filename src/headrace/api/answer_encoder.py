@@ -52,11 +52,12 @@ class AnswerEncoder(Protocol):
         """The answer as one object; `events` are all events of the session."""
 
 
-def sparse_detail(usage: Usage) -> dict[str, Any]:
-    """Sparse prefill's counts as a field of the token details; empty where it is off."""
+def approximations(usage: Usage) -> dict[str, Any]:
+    """Fields of the token details: what was not computed exactly. Quantised keys and values, and sparse prefill."""
+    details: dict[str, Any] = {} if usage.kv_bits is None else {"kv_bits": usage.kv_bits}
     if usage.sparse is None:
-        return {}
-    return {
+        return details
+    return details | {
         "sparse_prefill": {
             "kept_tokens": usage.sparse.num_kept,
             "dropped_tokens": usage.sparse.num_dropped,

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from headrace.api.answer_encoder import AnswerHeading, server_sent, sparse_detail
+from headrace.api.answer_encoder import AnswerHeading, approximations, server_sent
 from headrace.api.anthropic_body import UNPARSED_INPUT
 from headrace.api.error_bodies import anthropic_error
 from headrace.api.json_body import infinite_number
@@ -150,7 +150,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "input_tokens_details": {"route": usage.route.value},
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
-        **sparse_detail(usage),
+        **approximations(usage),
     }
 
 

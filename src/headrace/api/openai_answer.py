@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from headrace.api.answer_encoder import AnswerHeading, logprob_entries, server_sent, shown_logprob, sparse_detail
+from headrace.api.answer_encoder import AnswerHeading, approximations, logprob_entries, server_sent, shown_logprob
 from headrace.api.error_bodies import openai_error
 from headrace.api.llama_cpp import progress_body, timings_body
 from headrace.errors import HeadraceError
@@ -324,7 +324,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {
             "cached_tokens": usage.num_cached_tokens,
             "route": usage.route.value,
-            **sparse_detail(usage),
+            **approximations(usage),
         },
         "completion_tokens_details": {
             "reasoning_tokens": usage.num_reasoning_tokens,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from headrace.api.answer_encoder import AnswerHeading, server_sent, sparse_detail
+from headrace.api.answer_encoder import AnswerHeading, approximations, server_sent
 from headrace.api.responses_body import ResponseCall
 from headrace.api.responses_output import (
     CustomCallOutput,
@@ -220,7 +220,7 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
             # Every prompt is cached as far as there is room, so writes are not counted.
             "cache_write_tokens": 0,
             "route": usage.route.value,
-            **sparse_detail(usage),
+            **approximations(usage),
         },
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},

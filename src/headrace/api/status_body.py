@@ -36,6 +36,7 @@ def status_body(
             "model_type": None if model is None else model.model_type,
             "max_model_len": None if model is None else model.max_model_len,
             "vocab_size": None if model is None else model.tokens.end,
+            "kv_bits": None if model is None else model.kv_bits,
             "report": [] if model is None else list(model.report),
         },
         "models": [_model(each, of_it) for each, of_it in models],

@@ -50,6 +50,9 @@ class Kernels:
     fuses: bool = True
     """Whether layers may be replaced by kernels of ours; they are on CUDA, if the self-check agrees."""
 
+    fuses_attention: bool = True
+    """Whether attention layers are among them: our kernels read exact keys and values only."""
+
     attention_pairs: int = 1 << 22
     """Pairs of a query and a key of a row up to which attention of a longer chunk is our kernel's, on CUDA: the library
     reads keys fewer times, but takes a call for each row and, for heads of 128, 58 ms on an H200 to plan each new

@@ -90,7 +90,10 @@ def run(config: Config) -> None:
 def _report_model(config: Config, here: Resources) -> None:
     models = config.models
     bits = None if models.quantize is None else bits_per_weight(models.quantize)
-    fitting = fit(preview(config), here.device, config.engine.gpu_memory_utilization, models.dtype, bits)
+    knobs = config.engine
+    fitting = fit(
+        preview(config), here.device, knobs.gpu_memory_utilization, models.dtype, bits=bits, kv_bits=knobs.kv_bits
+    )
     for line in fitting.lines():
         print(line, flush=True)
     if not fitting.fits:

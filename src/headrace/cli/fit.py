@@ -61,10 +61,19 @@ class Fit:
                 yield "does not fit on the disk: free space there, or name another folder with HF_HOME"
 
 
-def fit(found: Preview, device: Device, utilization: float | None, dtype: str, bits: float | None = None) -> Fit:
-    """dtype: as in `ModelConfig.dtype`. bits: see `Foreseen.held_bytes`."""
-    # Keys and values have the activations' precision, float32 on a CPU.
-    foreseen = foresee(found.files.config, 4 if device.kind == "cpu" else 2, has_fine_slots=device.kind == "metal")
+def fit(
+    found: Preview,
+    device: Device,
+    utilization: float | None,
+    dtype: str,
+    bits: float | None = None,
+    kv_bits: int | None = None,
+) -> Fit:
+    """dtype: as in `ModelConfig.dtype`. bits: see `Foreseen.held_bytes`. kv_bits: of keys and values; None for exact
+    ones."""
+    # exact ones have the activations' precision, float32 on a CPU
+    item_bytes, has_fine_slots = 4 if device.kind == "cpu" else 2, device.kind == "metal"
+    foreseen = foresee(found.files.config, item_bytes, has_fine_slots=has_fine_slots, kv_bits=kv_bits)
     stored = found.weights_bytes
     return Fit(
         stored,

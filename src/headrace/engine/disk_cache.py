@@ -190,6 +190,7 @@ def open_disk_tier(
         loaded.packed.layer_lines,
         head,
         None if tower is None else tower.module,
+        kv_bits=knobs.kv_bits,
     )
     try:
         return DiskTier(

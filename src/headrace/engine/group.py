@@ -66,7 +66,7 @@ class Together:
 
 def refuse_with_ranks(config: Config) -> None:
     """Raises ConfigError for what is not split over ranks."""
-    asked = {name: getattr(config.engine, name) for name in ("cache_dir", "sparse_draft", "draft_model")}
+    asked = {name: getattr(config.engine, name) for name in ("cache_dir", "kv_bits", "sparse_draft", "draft_model")}
     asked |= {name: getattr(config.models, name) for name in ("adapter", "quantize")}
     for name, value in asked.items():
         if value:

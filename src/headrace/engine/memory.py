@@ -15,6 +15,7 @@ from headrace.errors import ConfigError
 from headrace.models.packed import PackedModel, Row
 from headrace.scheduler.admission import MemoryBudget
 from headrace.speculate.head import HeadDrafter
+from headrace.state.quantized_kv import KVForms
 from headrace.state.sequence import SequenceState, StateCost
 from headrace.state.slabs import SLAB_TOKENS, StatePool, slot_capacity
 from headrace.types.memory import MemoryShare
@@ -101,9 +102,9 @@ def array_bytes(parts: Iterable[object]) -> int:
     return num_bytes
 
 
-def sample_state(model: PackedModel, head: HeadDrafter | None = None) -> SequenceState:
-    """A state of two tokens, with the prediction head's part."""
-    state = SequenceState(StatePool(has_batches=model.kernels.attends_in_batches))
+def sample_state(model: PackedModel, head: HeadDrafter | None = None, kv_forms: KVForms | None = None) -> SequenceState:
+    """A state of two tokens, with the prediction head's part. kv_forms: see `StatePool`."""
+    state = SequenceState(StatePool(has_batches=model.kernels.attends_in_batches, kv_forms=kv_forms))
     state.begin(2)
     logits = model.forward([Row(state, [0, 0])], [1])
     mx.eval(logits, state.arrays())
@@ -114,14 +115,21 @@ def sample_state(model: PackedModel, head: HeadDrafter | None = None) -> Sequenc
     return state
 
 
-def state_pool(model: PackedModel, cost: StateCost, budget_bytes: int, max_num_seqs: int, longest: int) -> StatePool:
-    """Where the engine's sequences have their states, of at most `longest` tokens each.
+def state_pool(
+    model: PackedModel,
+    cost: StateCost,
+    budget_bytes: int,
+    max_num_seqs: int,
+    longest: int,
+    kv_forms: KVForms | None = None,
+) -> StatePool:
+    """Where the engine's sequences have their states, of at most `longest` tokens each. kv_forms: see `StatePool`.
 
     Compiled steps find them in arrays that stay from the start, since other sizes would be other forms of steps: a
     quarter of the budget at most for keys and values, and another for running states.
     """
     if not model.is_compiled:
-        return StatePool(has_batches=model.kernels.attends_in_batches)
+        return StatePool(has_batches=model.kernels.attends_in_batches, kv_forms=kv_forms)
     share, (fixed, per_token) = budget_bytes // 4, cost.slot_bytes
     most_tokens = min(max_num_seqs * slot_capacity(longest), _MOST_SLAB_TOKENS, share // max(per_token, 1))
     slab_tokens = max(SLAB_TOKENS, 1 << most_tokens.bit_length() - 1)

@@ -24,6 +24,7 @@ from headrace.engine.draft_model import DraftModel, load_draft_model
 from headrace.engine.drafting import DrafterSetup, prepare_drafting
 from headrace.engine.features import FeatureCache
 from headrace.engine.group import Together
+from headrace.engine.kv_bits import StoredKV, prepare_kv
 from headrace.engine.loop import Loop, Parts
 from headrace.engine.memory import (
     DEFAULT_CONTEXT,
@@ -31,7 +32,6 @@ from headrace.engine.memory import (
     MemoryPlan,
     chosen_context,
     plan_memory,
-    sample_state,
     state_pool,
 )
 from headrace.engine.mirror import Follower, Lead, LeadingPool, LeadingRunner
@@ -80,7 +80,7 @@ _SAMPLE_TEXT = (
     "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n"
     "    return total / len(values)\n\n1. Boil the water. 2. Add 250 g of rice. 3. Wait for twelve minutes."
 )
-"""On which the distance of a quantised model from the original is measured."""
+"""On which the distance of a quantised model, or of quantised keys and values, from exact ones is measured."""
 _SAMPLE_TOKENS = 128
 
 
@@ -109,21 +109,20 @@ def prepare(
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     whole = _load_parts(config, files, here, constraints, share, together, chunk)
     check_cancelled()
-    loaded, drafting, draft, held = whole.model, whole.drafting, whole.sparse_draft, whole.memory
-    wired = () if here.mac is None else (wire(here.mac, knobs.wired, held.weights_bytes + held.others_bytes),)
+    loaded, drafting, draft, kv, held = whole.model, whole.drafting, whole.sparse_draft, whole.kv, whole.memory
     budget_bytes = together.least(held.budget_bytes)
-    cost = (sample := sample_state(loaded.packed, drafting.head)).cost()
+    cost = kv.sample.cost()
     own_context = longest_input(files, loaded.context_length) or knobs.max_model_len or DEFAULT_CONTEXT
     of_draft = 0 if draft is None else int(budget_bytes * memory_share(draft, cost, own_context))
     memory = _memory_budget(budget_bytes - of_draft, cost, drafting)
     context_share = 1.0 if share is None else SHARED_CONTEXT
     max_model_len = chosen_context(knobs.max_model_len, own_context, memory, context_share)
     disk = open_disk_tier(
-        config, files.directory, loaded, drafting.origin, whole.tower, sample, budget_bytes, here.kind
+        config, files.directory, loaded, drafting.origin, whole.tower, kv.sample, budget_bytes, here.kind
     )
-    context_line = _context_line(max_model_len, cost.num_bytes(max_model_len), memory)
-    report = (*_device_lines(here, products), *wired, *loaded.report, *_adapter_lines(whole), context_line)
-    report += (*drafting.report, *whole.tower_lines, *(() if disk is None else (disk.report,)))
+    report = (*_device_lines(here, products), *_wired_lines(here, knobs.wired, held), *loaded.report, *kv.report)
+    report += (*_adapter_lines(whole), _context_line(max_model_len, cost, memory), *drafting.report, *whole.tower_lines)
+    report += () if disk is None else (disk.report,)
     report += () if draft is None else (report_line(draft, config, of_draft),)
     parts, stages = _make_caches(config, files.name, cost, disk, whole.tower, budget_bytes, together.lead)
     if draft is not None:
@@ -133,13 +132,13 @@ def prepare(
     limits = knobs.max_num_seqs, chunk, max_model_len
     scheduler = Scheduler(*limits, memory=memory, max_queue=knobs.max_queue, stages=stages)
     pool_bytes = int(context_share * memory.budget_bytes)
-    states = state_pool(loaded.packed, cost, pool_bytes, knobs.max_num_seqs, max_model_len)
+    states = state_pool(loaded.packed, cost, pool_bytes, knobs.max_num_seqs, max_model_len, kv.forms)
     runner = _make_runner(files, whole, parts, constraints, states, together.lead)
     warm_up = WarmUp(None, knobs.max_num_seqs, ())
     if files.recipe is None:
         warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
     least_bytes = of_draft + max(memory.cost(max_model_len), runner.permanent_bytes)
-    description = _describe(files, whole, max_model_len, (*report, *warm_up.report))
+    description = _describe(config, files, whole, max_model_len, (*report, *warm_up.report))
     told = description, ModelMemory(held.weights_bytes, least_bytes, held.most_bytes)
     if ranks is not None and ranks.rank:
         return Follower(ranks, runner, parts.prefixes, warm_up, knobs.max_num_seqs), *told
@@ -154,6 +153,7 @@ class _Whole:
     model: LoadedModel
     drafting: DrafterSetup
     sparse_draft: DraftModel | None
+    kv: StoredKV
     tower: Tower | None
     tower_lines: tuple[str, ...]
     adapters: AdapterPool
@@ -185,7 +185,9 @@ def _load_parts(
     roots = (loaded.packed, drafting, found, draft, drafter)
     memory = plan_memory(here, config.engine.gpu_memory_utilization, share, roots, adapters.num_bytes)
     tower, lines = (None, ()) if found is None else (found[0], (found[1],))
-    return _Whole(loaded, drafting, draft, tower, lines, adapters, named, memory)
+    kv_sample = _sample(constraints) if config.models.self_check else ()
+    kv = prepare_kv(config.engine.kv_bits, files.name, loaded.packed, drafting.head, kv_sample)
+    return _Whole(loaded, drafting, draft, kv, tower, lines, adapters, named, memory)
 
 
 def _make_runner(
@@ -221,6 +223,10 @@ def _device_lines(here: Device, products: blas.BlasReport) -> tuple[str, ...]:
     )
 
 
+def _wired_lines(here: Device, wanted: str, held: MemoryPlan) -> tuple[str, ...]:
+    return () if here.mac is None else (wire(here.mac, wanted, held.weights_bytes + held.others_bytes),)
+
+
 def _adapter_lines(whole: _Whole) -> tuple[str, ...]:
     if not whole.named_adapters:
         return ()
@@ -228,9 +234,9 @@ def _adapter_lines(whole: _Whole) -> tuple[str, ...]:
     return (f"adapters: {names}, {whole.adapters.num_bytes / 1e6:.1f} MB",)
 
 
-def _context_line(num_tokens: int, state_bytes: int, memory: MemoryBudget) -> str:
+def _context_line(num_tokens: int, cost: StateCost, memory: MemoryBudget) -> str:
     return (
-        f"context: {num_tokens} tokens, {state_bytes / 1e9:.2f} GB of state at full length; "
+        f"context: {num_tokens} tokens, {cost.num_bytes(num_tokens) / 1e9:.2f} GB of state at full length; "
         f"{memory.budget_bytes / 1e9:.1f} GB for all, {memory.budget_bytes // max(1, memory.cost(num_tokens))} such "
         "requests at a time"
     )
@@ -254,6 +260,7 @@ def _load(
         whole_vlm=models.vision == "auto",
         quantization=_quantization(config, constraints),
         group=group,
+        fuses_attention=config.engine.kv_bits is None,
     )
     if constraints is not None:
         constraints.prepare()
@@ -264,9 +271,14 @@ def _quantization(config: Config, constraints: ConstraintFactory | None) -> Quan
     form, cache_dir = config.models.quantize, config.engine.cache_dir
     if form is None:
         return None
-    sample = [] if constraints is None else constraints.vocabulary.tokenizer.encode(_SAMPLE_TEXT)
     folder = None if cache_dir is None else Path(cache_dir).expanduser()
-    return Quantization(form, folder, config.engine.cache_disk_quota, tuple(sample[:_SAMPLE_TOKENS]))
+    return Quantization(form, folder, config.engine.cache_disk_quota, _sample(constraints))
+
+
+def _sample(constraints: ConstraintFactory | None) -> tuple[int, ...]:
+    """Tokens of a text; none without a tokenizer."""
+    tokens = [] if constraints is None else constraints.vocabulary.tokenizer.encode(_SAMPLE_TEXT)
+    return tuple(tokens[:_SAMPLE_TOKENS])
 
 
 def _current_device(numerics: str) -> Device:
@@ -328,11 +340,11 @@ def _make_caches(
 ) -> tuple[Parts, list[Stage]]:
     """The caches that are on, and the stages that they are.
 
-    name: identifies the weights where there is no disk tier with their fingerprint. lead: tells the other ranks.
+    name: identifies the model where there is no disk tier with their fingerprint. lead: tells the other ranks.
     """
     parts, stages = Parts(ranks=None if lead is None else lead.meter), list[Stage]()
     if config.engine.prefix_cache == "on":
-        weights = name if disk is None else disk.weights
+        weights = f"{name} {config.engine.kv_bits}" if disk is None else disk.weights
         make_pool = PrefixPool if lead is None else partial(LeadingPool, lead)
         pool = make_pool(weights, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, disk=disk)
         parts.prefixes = pool
@@ -346,10 +358,13 @@ def _make_caches(
     return parts, stages
 
 
-def _describe(files: ModelFiles, whole: _Whole, max_model_len: int, report: tuple[str, ...]) -> ModelDescription:
+def _describe(
+    config: Config, files: ModelFiles, whole: _Whole, max_model_len: int, report: tuple[str, ...]
+) -> ModelDescription:
     return replace(
         describe(files, whole.model.tokens, whole.model.width, max_model_len, report),
         takes_media=whole.tower is not None,
         adapters=whole.named_adapters,
         sparse_draft=None if whole.sparse_draft is None else whole.sparse_draft.name,
+        kv_bits=config.engine.kv_bits,
     )

@@ -54,6 +54,7 @@ def check_knobs(config: Config, files: ModelFiles) -> None:
     for name, is_set in (
         ("adapter", bool(config.models.adapter)),
         ("quantize", config.models.quantize is not None),
+        ("kv_bits", knobs.kv_bits is not None),
         ("mtp", knobs.mtp == "on"),
         ("draft_model", knobs.draft_model is not None),
         ("sparse_draft", knobs.sparse_draft is not None),

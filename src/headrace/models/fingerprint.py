@@ -32,6 +32,8 @@ def fingerprint(
     layers: Sequence[str],
     head: str,
     tower: nn.Module | None = None,
+    *,
+    kv_bits: int | None = None,
 ) -> str:
     """32 hex digits for a loaded model and the way it computes.
 
@@ -41,7 +43,8 @@ def fingerprint(
     how the layers run, the device, and the versions of what computes.
 
     layers: see `PackedModel.layer_lines`. head: what is loaded of a prediction head, whose entries states
-    hold too; empty for none. tower: what embeds images and videos. Raises OSError if a file can't be read.
+    hold too; empty for none. tower: what embeds images and videos. kv_bits: of stored keys and values; None for exact
+    ones. Raises OSError if a file can't be read.
     """
     digest = blake2b(digest_size=16)
     add_files(digest, directory)
@@ -50,7 +53,8 @@ def fingerprint(
             _add_weights(digest, module)
     _add(digest, repr(tuple(layers)).encode())
     _add(digest, head.encode())
-    add_versions(digest, f"{numerics} {mx.default_device()}")
+    stored = "" if kv_bits is None else f" keys and values in {kv_bits} bits"
+    add_versions(digest, f"{numerics} {mx.default_device()}{stored}")
     return digest.hexdigest()
 
 

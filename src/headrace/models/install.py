@@ -78,7 +78,7 @@ class Adapters:
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
         paths = mixers_of(model)
         for path in paths:
-            if kernels.fuses_layers and (mixer := _fused(path.module, sections)) is not None:
+            if kernels.fuses_layers and (mixer := _fused(path.module, sections, kernels)) is not None:
                 self.fused[len(self.fused),] = mixer
                 self.replaced[type(path.module)] += 1
                 self.writes_in_place = True
@@ -149,10 +149,10 @@ class Adapters:
             self._restores.pop()()
 
 
-def _fused(module: Any, sections: MropeSections | None) -> CudaDeltaMixer | CudaAttentionMixer | None:
+def _fused(module: Any, sections: MropeSections | None, kernels: Kernels) -> CudaDeltaMixer | CudaAttentionMixer | None:
     if (shape := shape_of(module)) is not None:
         return CudaDeltaMixer(module, shape)
-    if (parts := attention_parts(module)) is not None:
+    if kernels.fuses_attention and (parts := attention_parts(module)) is not None:
         return CudaAttentionMixer(module, parts, sections)
     return None
 

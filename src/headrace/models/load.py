@@ -69,6 +69,7 @@ def load(
     whole_vlm: bool = False,
     quantization: Quantization | None = None,
     group: mx.distributed.Group | None = None,
+    fuses_attention: bool = True,
 ) -> LoadedModel:
     """Read the weights, bring them into the precision wanted, install the adapters and check the result.
 
@@ -77,23 +78,25 @@ def load(
     part serves alone, where mlx-lm knows it.
     quantization: None leaves the weights in the precision that they are stored in.
     group: ranks that the layers are split over; None keeps them whole.
+    fuses_attention: see `Kernels`.
     Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
+    kernels = replace(Kernels(numerics, device.kind), fuses_attention=fuses_attention)
     if quantization is not None:
         if files.recipe is not None:
             raise ModelError(f"--quantize: {files.name} writes no text, and is served as stored")
         if whole_vlm and runs_whole(files):
             raise ModelError(f"--quantize: {files.name} runs whole; --vision off serves its text part, quantised")
-        finish = partial(_load, files, numerics=numerics, self_check=self_check, device=device, tokens=tokens)
+        finish = partial(_load, files, kernels=kernels, self_check=self_check, device=device, tokens=tokens)
         return _load_quantized(files, quantization, dtype, device, finish)
     read = load_weights if files.recipe is None else load_trunk
     if group is not None:
         read = partial(_load_part, group)
-    read_text = partial(_load, files, read, dtype, numerics, self_check, device, tokens)
+    read_text = partial(_load, files, read, dtype, kernels, self_check, device, tokens)
     if not (whole_vlm and runs_whole(files)):
         return read_text()
     try:
-        loaded = _load(files, load_vlm, dtype, numerics, self_check, device, tokens)
+        loaded = _load(files, load_vlm, dtype, kernels, self_check, device, tokens)
         check_pictures(loaded.packed.model, files, loaded.precision)
     except ModelError as error:
         if not has_text_model(files):
@@ -149,7 +152,7 @@ def _load(
     files: ModelFiles,
     read: Callable[[ModelFiles], Loaded],
     dtype: str,
-    numerics: str,
+    kernels: Kernels,
     self_check: bool,
     device: Device,
     tokens: TokenIds | None,
@@ -157,7 +160,7 @@ def _load(
 ) -> LoadedModel:
     check_files(files, runs_whole=read is load_vlm)
     finish = partial(
-        _finish, files, numerics=numerics, self_check=self_check, device=device, tokens=tokens, sample=sample
+        _finish, files, kernels=kernels, self_check=self_check, device=device, tokens=tokens, sample=sample
     )
     started = time.monotonic()
     loaded = read(files)
@@ -185,7 +188,7 @@ def _finish(
     dtype: str,
     started: float,
     *,
-    numerics: str,
+    kernels: Kernels,
     self_check: bool,
     device: Device,
     tokens: TokenIds | None,
@@ -197,11 +200,10 @@ def _finish(
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
     sampled = sample_logits(loaded.model, sample) if sample else None
-    kernels = Kernels(numerics, device.kind)
     collectives = collectives_of(loaded.model) if is_sharded(loaded.model) else ()
     if device.mac is not None and device.mac.has_accelerators:
         kernels = replace(kernels, has_accelerators=True)
-    if device.kind == "metal" and numerics == "fast":
+    if device.kind == "metal" and kernels.numerics == "fast":
         kernels = replace(kernels, scans_by_library=_scans_by_library(loaded.model))
     precision = str(logits.dtype).removeprefix("mlx.core.")
     num_rows = loaded.model.num_ids if isinstance(loaded.model, Trunk) else logits.shape[-1]

@@ -27,6 +27,7 @@ from headrace.models.source import (
 )
 from headrace.models.weights import MEMORY_SHARE, num_parameters
 from headrace.state.layer import LayerCost
+from headrace.state.quantized_kv import group_size, packed_bytes
 from headrace.state.sequence import StateCost
 
 
@@ -81,8 +82,12 @@ class Foreseen:
         return in_float32 if is_chosen or dtype == "float32" else stored_bytes
 
 
-def foresee(config: Mapping[str, Any], item_bytes: int, *, has_fine_slots: bool = False) -> Foreseen | None:
+def foresee(
+    config: Mapping[str, Any], item_bytes: int, *, has_fine_slots: bool = False, kv_bits: int | None = None
+) -> Foreseen | None:
     """None for a model that mlx-lm doesn't know or can't build like this.
+
+    kv_bits: of stored keys and values, where heads allow it; None for exact ones.
 
     mlx-lm's model is built from the configuration and run on one token without evaluating any array: shapes suffice.
     """
@@ -93,7 +98,7 @@ def foresee(config: Mapping[str, Any], item_bytes: int, *, has_fine_slots: bool 
             model: Any = model_class(arguments.from_dict(copy.deepcopy(dict(config))))
             caches = make_prompt_cache(model)
             model(mx.array([[0]]), cache=caches)
-            costs = tuple(_cost(one, item_bytes) for cache in caches for one in _parts(cache))
+            costs = tuple(_cost(one, item_bytes, kv_bits) for cache in caches for one in _parts(cache))
             cost = StateCost(costs, has_fine_slots)
             layers = {each.__name__: level.value for each, level in choose_levels(model).items()}
     except ModelError:
@@ -106,12 +111,16 @@ def _parts(cache: Any) -> Iterator[Any]:
     yield from getattr(cache, "caches", (cache,))
 
 
-def _cost(cache: Any, item_bytes: int) -> LayerCost:
+def _cost(cache: Any, item_bytes: int, kv_bits: int | None) -> LayerCost:
     """Of a cache that holds one token. Its arrays are `[1, heads, capacity, width]`, or fixed ones in float32."""
     keys = getattr(cache, "keys", None)
     if keys is None:
         arrays: Any = tree_flatten(getattr(cache, "cache", ()))
         return LayerCost(fixed=sum(array.size * 4 for _, array in arrays))
     window = getattr(cache, "max_size", None)
-    per_token = sum(each.size // each.shape[2] for each in (keys, cache.values)) * item_bytes
-    return LayerCost(per_token=per_token, max_tokens=window, in_slots=window is None)
+    heads = [(each.shape[1], each.shape[3]) for each in (keys, cache.values)]
+    per_token = sum(number * width * item_bytes for number, width in heads)
+    if kv_bits is None or window is not None or any(group_size(width) is None for _, width in heads):
+        return LayerCost(per_token=per_token, max_tokens=window, in_slots=window is None)
+    packed = sum(number * packed_bytes(width, kv_bits, item_bytes) for number, width in heads)
+    return LayerCost(per_token=packed, in_slots=True, unpacked_per_token=per_token)

@@ -70,8 +70,15 @@ class ChatPrompts:
             )
             for choice in range(request.options.num_choices)
         ]
-        num_prompt_logprobs = request.options.num_prompt_logprobs
-        return (PromptOutputProcessor(generation, choices, self._scorer, num_prompt_logprobs=num_prompt_logprobs),)
+        return (
+            PromptOutputProcessor(
+                generation,
+                choices,
+                self._scorer,
+                num_prompt_logprobs=request.options.num_prompt_logprobs,
+                kv_bits=self._model.kv_bits,
+            ),
+        )
 
     def _detokenizer(self, request: ChatRequest, prompt: RenderedPrompt) -> Detokenizer:
         detokenizer = self._tokenizer.detokenizer(visible_tokens(self._family))

@@ -196,9 +196,11 @@ class PromptOutputProcessor:
         num_prompt_logprobs: int | None = None,
         echo: str | None = None,
         num_echo_logprobs: int | None = None,
+        kv_bits: int | None = None,
     ) -> None:
         self.request = request
         self.choices = choices
+        self.kv_bits = kv_bits
         self.num_cached_tokens = 0
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0
@@ -281,6 +283,7 @@ def usage_of(prompts: Sequence[PromptOutputProcessor]) -> Usage:
         num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         route=Route.MEDIA if any(prompt.request.route is Route.MEDIA for prompt in prompts) else Route.TEXT,
         sparse=_sparse_usage([prompt.sparse for prompt in prompts if prompt.sparse is not None]),
+        kv_bits=next((prompt.kv_bits for prompt in prompts), None),
         prompt_s=max(first_s) - min(began_s) if times else 0.0,
         output_s=max(last_s) - min(first_s) if times else 0.0,
         times=OutputTimes(min(began_s), max(first_s), max(last_s)) if times else None,

@@ -135,14 +135,18 @@ class CompletionPrompts:
             parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.options.stop_strings)
             choices.append(ChoiceOutputProcessor(choice, detokenizer, parser, scorer))
         generation = self._generations.make(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt")
-        draft = self._generations.model.sparse_draft
+        model = self._generations.model
         return PromptOutputProcessor(
-            replace(generation, sparse_options=completion_sparse_options(request.options, draft, len(token_ids))),
+            replace(
+                generation,
+                sparse_options=completion_sparse_options(request.options, model.sparse_draft, len(token_ids)),
+            ),
             choices,
             self._scorer,
             num_prompt_logprobs=request.options.num_prompt_logprobs,
             echo=echo,
             num_echo_logprobs=request.options.num_logprobs,
+            kv_bits=model.kv_bits,
         )
 
     def _token_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:

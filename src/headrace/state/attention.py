@@ -1,4 +1,7 @@
-"""State of attention layers: full attention in a slab's slot, sliding attention in a moving buffer."""
+"""State of attention layers: full attention in a slab's slot, sliding attention in a moving buffer.
+
+Slots and records hold keys and values as they are stored, exact or packed; `write` and `read` are in numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,16 @@ import mlx.core as mx
 
 from headrace.backend.cuda.put import Part
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord, copy_of
+from headrace.state.quantized_kv import KVForm
 from headrace.state.slabs import Slot
 
 
 @dataclass(frozen=True, slots=True)
 class KVRecord(LayerRecord):
-    """Keys and values `[1, num_kv_heads, n, head_dim]` of the tokens from `start` on; None before any write."""
+    """Keys and values `[1, num_kv_heads, n, head_dim]` of the tokens from `start` on; None before any write.
+
+    Of full attention as they are stored, see `PackedNumbers`.
+    """
 
     start: int
     keys: mx.array | None
@@ -45,27 +52,37 @@ class FullAttentionState:
     """Sliceable: any prefix of what was written is valid, so rollback only changes a length.
 
     first: the first token with keys and values; those of a prediction head begin at token 1.
+    form: how keys and values are stored; None for exactly.
     """
 
     is_sliceable = True
 
-    def __init__(self, layer: LayerKey, slot: Slot, first: int = 0) -> None:
+    def __init__(self, layer: LayerKey, slot: Slot, first: int = 0, form: KVForm | None = None) -> None:
         self.layer = layer
         self.slot = slot
         self.first = first
+        self.form = form
         self.snapshots: dict[int, LayerRecord] = {}
         """Always empty: any length can be sliced out later."""
 
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
         """Put `[1, num_kv_heads, n, head_dim]` at token `start`."""
-        self.slot.write(self.layer, start, keys, values)
+        self.slot.write(self.layer, start, *self.stored(keys, values))
 
     def take_snapshot(self, length: int) -> None:
         """Nothing to do: any length can be sliced out later."""
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Keys and values of the tokens `start` to `end`, as far as they exist."""
-        return self.slot.read(self.layer, max(start, self.first), end)
+        return self.numbers(*self.slot.read(self.layer, max(start, self.first), end))
+
+    def stored(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values `[…, head_dim]` as slots and records hold them."""
+        return (keys, values) if self.form is None else (self.form[0].pack(keys), self.form[1].pack(values))
+
+    def numbers(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The opposite of `stored`."""
+        return (keys, values) if self.form is None else (self.form[0].unpack(keys), self.form[1].unpack(values))
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Nothing to do: dropped tokens are overwritten by the next ones."""
@@ -92,8 +109,11 @@ class FullAttentionState:
         return (slab.keys[self.layer], slab.values[self.layer]) if self.slot.has(self.layer) else ()
 
     def cost(self) -> LayerCost:
-        num_bytes = sum(array.nbytes for array in self.arrays())
-        return LayerCost(per_token=num_bytes // self.slot.slab.num_tokens, in_slots=True)
+        arrays = self.arrays()
+        per_token = sum(array.nbytes for array in arrays) // self.slot.slab.num_tokens
+        forms = () if self.form is None else self.form
+        unpacked = sum(array.shape[1] * form.exact_bytes for array, form in zip(arrays, forms, strict=False))
+        return LayerCost(per_token=per_token, in_slots=True, unpacked_per_token=unpacked)
 
 
 def copy_layers(states: Mapping[LayerKey, FullAttentionState], start: int, end: int) -> dict[LayerKey, KVRecord]:

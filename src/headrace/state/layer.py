@@ -19,6 +19,7 @@ class LayerCost:
 
     in_slots: the tokens are held in a slot, see `slot_capacity`.
     former: bytes of the state from before a window whose tokens may be dropped; in no record.
+    unpacked_per_token: what a token of a quantised layer takes while a step reads it; of one layer at a time.
     """
 
     fixed: int = 0
@@ -26,6 +27,7 @@ class LayerCost:
     max_tokens: int | None = None
     in_slots: bool = False
     former: int = 0
+    unpacked_per_token: int = 0
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes where so many tokens are held, or have room."""

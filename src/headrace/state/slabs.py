@@ -30,6 +30,7 @@ import mlx.core as mx
 from headrace.backend.cuda.put import Part, collect, put
 from headrace.state.delta import DeltaTables
 from headrace.state.layer import LayerKey, copy_of
+from headrace.state.quantized_kv import KVForms
 
 SMALLEST_CAPACITY = 256
 """Tokens in the smallest slot."""
@@ -169,7 +170,7 @@ class Slot:
     capacity: int
 
     def write(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> None:
-        """Put keys and values `[1, num_kv_heads, n, head_dim]` at tokens `start` to `start + n`."""
+        """Put `[1, num_kv_heads, n, head_dim]` at tokens `start` to `start + n`, as keys and values are stored."""
         self.slab.prepare(layer, keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
         place = self._place(start, start + keys.shape[2])
         for stored, new in ((self.slab.keys, keys), (self.slab.values, values)):
@@ -222,16 +223,25 @@ class Slot:
 class StatePool:
     """Where an engine's sequences have their states: slabs of keys and values, and tables of running states."""
 
-    def __init__(self, slab_tokens: int | None = None, num_sequences: int = 1, *, has_batches: bool = False) -> None:
+    def __init__(
+        self,
+        slab_tokens: int | None = None,
+        num_sequences: int = 1,
+        *,
+        has_batches: bool = False,
+        kv_forms: KVForms | None = None,
+    ) -> None:
         """slab_tokens: of slabs, the first of which then stays: steps are compiled for its arrays. None: small slabs.
 
         num_sequences: for which the tables of running states have room from the start.
         has_batches: whether slabs are a `BatchSlab` for each capacity.
+        kv_forms: how keys and values are stored; None for exactly.
         """
         self.is_permanent = slab_tokens is not None
         """Whether steps are compiled for the arrays: then they are written in place, by kernels of ours only."""
         self._slab_tokens = slab_tokens or SLAB_TOKENS
         self.has_batches = has_batches
+        self.kv_forms: KVForms = {} if kv_forms is None else kv_forms
         self._slabs: list[RangeSlab | BatchSlab] = []
         self.delta = DeltaTables(num_sequences)
         self._together: list[mx.array] | None = None

@@ -212,6 +212,7 @@ class Usage:
     Cached tokens were really skipped; reasoning is part of output; accepted drafts are part of drafted.
     route: media if any prompt has some.
     sparse: over all prompts; None where sparse prefill is off.
+    kv_bits: of stored keys and values; None if they are exact.
     prompt_s: from the first step of a prompt to the first output. output_s: from there to the last output. With several
     prompts, from the earliest to the latest of them, so that the two may overlap.
     times: when the first prompt's first step began, the last prompt's first output came, and the latest output; None
@@ -226,6 +227,7 @@ class Usage:
     num_accepted_tokens: int = 0
     route: Route = Route.TEXT
     sparse: SparseUsage | None = None
+    kv_bits: int | None = None
     prompt_s: float = field(default=0.0, compare=False)
     output_s: float = field(default=0.0, compare=False)
     times: OutputTimes | None = field(default=None, compare=False)

@@ -51,6 +51,7 @@ class ModelDescription:
     tokens: those that both the tokenizer and the weights have. eos_token_ids: from generation_config, else config.
     takes_media: prompts may hold images and videos.
     sparse_draft: the draft model of sparse prefill; None if it is off.
+    kv_bits: of stored keys and values; None if they are exact.
     adapters: those loaded at the start.
     pooling: of an embedding model or a reranker; None for a model that writes text.
     report: lines for start-up: device, precision, level of each layer class.
@@ -67,6 +68,7 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...]
     takes_media: bool = False
     sparse_draft: str | None = None
+    kv_bits: int | None = None
     adapters: tuple[AdapterDescription, ...] = ()
     pooling: PoolingTraits | None = None
     report: tuple[str, ...] = field(default=())

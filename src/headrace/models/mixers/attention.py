@@ -64,7 +64,7 @@ def _attend_in_batches(
     plan = step.once(plan_batches, states)
     if new is not None:
         for one in plan.writes:
-            write_together(step, one, states[0].layer, new)
+            write_together(step, one, states[0], new)
         _write_rows(spans, states, new, plan.written_alone)
     outputs = [read_together(step, batch, states[0], queries, scale, sinks) for batch in plan.batches]
     alone = [read_row(view, spans[number], states[number], queries, scale, sinks, None) for number in plan.read_alone]

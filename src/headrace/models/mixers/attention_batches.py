@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from headrace.models.step import NO_SPANS, PackedStep, RowSpan
 from headrace.state.attention import FullAttentionState
-from headrace.state.layer import LayerKey
 from headrace.state.slabs import BatchSlab
 
 LONGEST_QUERY = 8
@@ -112,9 +111,11 @@ def _batch(rows: Sequence[tuple[RowSpan, FullAttentionState]]) -> Batch:
     return Batch(slab, start, end, tuple(tokens), tuple(last), max(each.end for each in by_row.values()))
 
 
-def write_together(step: PackedStep, one: SlabTokens, layer: LayerKey, new: tuple[mx.array, mx.array]) -> None:
-    """Put the tokens' keys and values, of `[1, num_kv_heads, T, head_dim]`, into the slab."""
-    slab, (keys, values) = one.slab, new
+def write_together(
+    step: PackedStep, one: SlabTokens, state: FullAttentionState, new: tuple[mx.array, mx.array]
+) -> None:
+    """Put the tokens' keys and values, of `[1, num_kv_heads, T, head_dim]`, into the slab. state: any of its rows'."""
+    slab, layer, (keys, values) = one.slab, state.layer, state.stored(*new)
     num_heads = keys.shape[1]
     slab.prepare(layer, num_heads, (keys.shape[3], values.shape[3]), keys.dtype)
 
@@ -143,17 +144,18 @@ def read_together(
     own = own.reshape(num_rows, num_tokens, num_heads, head_dim).swapaxes(1, 2)
     place = slice(batch.start, batch.end), slice(None), slice(0, batch.longest)
     slab, layer = batch.slab, state.layer
+    keys, values = state.numbers(slab.keys[layer][place], slab.values[layer][place])
 
     def mask() -> mx.array:
-        keys, last = mx.arange(batch.longest), mx.array(batch.last)[:, None, :, None]
-        visible = keys <= last if not state.first else (keys <= last) & (keys >= state.first)
+        places, last = mx.arange(batch.longest), mx.array(batch.last)[:, None, :, None]
+        visible = places <= last if not state.first else (places <= last) & (places >= state.first)
         # for all heads: the library would copy a mask of one head anew in each layer
         return mx.contiguous(mx.broadcast_to(visible, (num_rows, num_heads, num_tokens, batch.longest)))
 
     found = mx.fast.scaled_dot_product_attention(
         own,
-        slab.keys[layer][place],
-        slab.values[layer][place],
+        keys,
+        values,
         scale=scale,
         mask=step.cached((batch, num_heads, state.first), mask),
         sinks=sinks,
