@@ -38,7 +38,7 @@ def set_up(page: Page, **values: str) -> None:
     page.get_by_role("button", name="Settings of this conversation").click()
     for label, value in values.items():
         box = page.get_by_role("dialog").get_by_label(re.compile(f"^{label.replace('_', ' ')}"))
-        if label in ("Thinking", "Model"):
+        if label == "Thinking":
             box.select_option(value)
         else:
             box.fill(value)

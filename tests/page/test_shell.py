@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attack.running import KEY, running_server
-from page.acts import say, set_up
+from page.acts import say
 from page.visits import Visit, open_visit
 from playwright.sync_api import Browser, expect
 
@@ -81,7 +81,7 @@ def test_a_key_is_asked_for_and_kept_for_the_session_only(browser: Browser, tmp_
         with page.expect_request("**/v1/chat/completions") as sent:
             say(page, "hello")
         assert sent.value.post_data_json["model"] == "first"
-        set_up(page, Model="org/second")
+        page.get_by_label("Model", exact=True).select_option("org/second")
         with page.expect_request("**/v1/chat/completions") as sent:
             answer = say(page, "hello")
         assert sent.value.post_data_json["model"] == "org/second"

@@ -48,5 +48,6 @@ addEventListener("hashchange", route);
 showTheme();
 route();
 getJson("v1/models").then((models) => {
-  document.getElementById("model").textContent = models.data[0].id;
+  const roots = new Set(models.data.map(({ root }) => root));
+  document.getElementById("model").textContent = roots.size > 1 ? `${roots.size} models` : models.data[0].id;
 }).catch(() => {});

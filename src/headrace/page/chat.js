@@ -4,6 +4,7 @@ import { getJson } from "./api.js";
 import { announce, ask, download, h, icon, iconButton, number, percent } from "./dom.js";
 import { generate, isRunning, stop } from "./generate.js";
 import { mediumElement, messageElement } from "./message.js";
+import { chatModels, defaultModel, modelPicker, watchLoading } from "./models.js";
 import { editSettings } from "./settings.js";
 import {
   deleteChat, exportChats, getChat, importChats, listChats, messagesOf, newChat, newMessage, onOtherTab, saveChat, saveMessage,
@@ -14,7 +15,7 @@ const TITLE_LENGTH = 60;
 
 const live = new Map(); // the answer in progress and when it is done, by its chat's id
 const drafts = new Map(); // what stands in the composer, by the chat's id
-let server = { names: [""], maxModelLen: 0, takesMedia: true, defaults: {} };
+let models = [{ id: "" }]; // as /v1/models lists them
 let ui = null; // the elements, while the view is mounted
 let chat = newChat();
 let messages = new Map();
@@ -24,13 +25,20 @@ let wanted = ""; // the id of the conversation to show
 let opened = null; // when the shown conversation is loaded
 let learned = null; // when the server has been asked for its models
 
+const takesMedia = (model) => model.modalities?.input.includes("image") !== false;
+
+/** The model that a conversation uses. */
+function modelOf({ settings }) {
+  return models.find(({ id }) => id === settings.model) ?? models.find(({ id }) => id === defaultModel(models));
+}
+
 export async function mount(element, id) {
   if (ui === null) {
     ui = build();
     element.replaceChildren(ui.root);
     document.addEventListener("keydown", onKey);
     onOtherTab(onChangeElsewhere);
-    learned = learnServer();
+    learned = learnModels();
     showList();
   }
   ui.root.classList.remove("listing");
@@ -44,14 +52,9 @@ export function unmount() {
   chat = newChat();
 }
 
-async function learnServer() {
+async function learnModels() {
   try {
-    const { data } = await getJson("v1/models");
-    server.names = data.map((each) => each.id);
-    server.maxModelLen = data[0].max_model_len;
-    const props = await getJson("props");
-    server.takesMedia = props.modalities?.vision !== false;
-    server.defaults = props.default_generation_settings?.params ?? {};
+    models = await chatModels();
   } catch (error) {
     if (error.status !== 404) notice(error.message);
   }
@@ -125,7 +128,8 @@ function show() {
   ui.title.textContent = chat.title || "New conversation";
   document.title = chat.title ? `${chat.title} – Headrace` : "Headrace";
   ui.empty.hidden = path.length > 0;
-  ui.hello.textContent = server.names[0] ? `Chat with ${chat.settings.model || server.names[0]}` : "Chat";
+  ui.model.show(models, modelOf(chat).id);
+  ui.hello.textContent = models[0].id ? `Chat with ${modelOf(chat).id}` : "Chat";
   ui.menuButton.hidden = !path.length;
   const shown = path.map(elementOf);
   for (const [index, each] of path.entries()) showMessage(each, shown[index]);
@@ -147,13 +151,14 @@ function showComposer(path) {
   const running = isRunning(chat.id);
   ui.send.hidden = running;
   ui.stop.hidden = !running;
-  ui.attach.hidden = !server.takesMedia;
+  ui.attach.hidden = !takesMedia(modelOf(chat));
   const { prompt = 0, output = 0 } = path.findLast((each) => each.stats?.prompt)?.stats ?? {};
   const used = prompt + output;
-  ui.gauge.hidden = !used || !server.maxModelLen;
-  ui.meter.max = server.maxModelLen;
+  const room = modelOf(chat).max_model_len ?? 0;
+  ui.gauge.hidden = !used || !room;
+  ui.meter.max = room;
   ui.meter.value = used;
-  ui.used.textContent = `${number(used)} of ${number(server.maxModelLen)} tokens (${percent(used / server.maxModelLen)})`;
+  ui.used.textContent = `${number(used)} of ${number(room)} tokens (${percent(used / room)})`;
 }
 
 async function showList() {
@@ -219,15 +224,26 @@ async function answerTo(parent) {
   const mine = chat;
   const path = branchTo(parent);
   await learned;
-  const model = server.names.includes(mine.settings.model) ? mine.settings.model : server.names[0];
+  const { id: model, root } = modelOf(mine);
+  if (models.length > 1) mine.settings = { ...mine.settings, model };
   stop(mine.id);
   await live.get(mine.id)?.done;
   const answer = newMessage(mine, parent, "assistant", { thinking: "", calls: [], stats: {}, model });
   if (chat.id === mine.id) messages.set(answer.id, answer);
   mine.leaf = answer.id;
   mine.updated = Date.now();
-  const done = generate(mine, path, answer, () => follow(answer)).then(() => finish(mine, answer));
+  const loading = new AbortController();
+  const changed = () => {
+    loading.abort(); // its first chunk is here, or its error
+    answer.loading = "";
+    follow(answer);
+  };
+  const done = generate(mine, path, answer, changed).then(() => finish(mine, answer));
   live.set(mine.id, { answer, done });
+  if (models.length > 1) watchLoading(root, loading.signal, (text) => {
+    answer.loading = text;
+    follow(answer);
+  }).then(learnModels);
   show();
   if (ui !== null) ui.log.scrollTop = ui.log.scrollHeight;
   announce("Answering");
@@ -316,9 +332,15 @@ async function importFile(file) {
 }
 
 async function settings() {
-  const changed = await editSettings(chat.settings, server);
+  const { id, model } = { id: modelOf(chat).id, model: chat.settings.model };
+  const props = await getJson(`props?model=${encodeURIComponent(id)}`).catch(() => ({}));
+  const changed = await editSettings(chat.settings, props.default_generation_settings?.params ?? {});
   if (!changed) return;
-  chat.settings = changed;
+  await change(model ? { ...changed, model } : changed);
+}
+
+async function change(settings) {
+  chat.settings = settings;
   if (messages.size) await keep(saveChat(chat));
   show();
 }
@@ -340,8 +362,8 @@ function addFiles(files) {
 function takeFiles(event, transfer) {
   if (!transfer.files.length) return;
   event.preventDefault();
-  if (server.takesMedia) addFiles(transfer.files);
-  else notice(`${server.names[0]} takes no pictures or videos.`);
+  if (takesMedia(modelOf(chat))) addFiles(transfer.files);
+  else notice(`${modelOf(chat).id} takes no pictures or videos.`);
 }
 
 // Keys
@@ -392,6 +414,7 @@ function sidebar(ui) {
 
 function head(ui) {
   ui.title = h("h1", { dir: "auto" });
+  ui.model = modelPicker((model) => change({ ...chat.settings, model }), learnModels);
   const menu = h("div", { popover: "auto", id: "chat-menu", class: "menu" }, ...[
     ["Rename", rename], ["Export", () => exportSome([chat], chat.title)], ["Delete", remove],
   ].map(([label, action]) => h("button", { type: "button", class: label === "Delete" ? "quiet danger" : "quiet", onclick: () => {
@@ -401,7 +424,7 @@ function head(ui) {
   ui.menuButton = iconButton("more", "More about this conversation", null, { popovertarget: "chat-menu" });
   return h("header", { class: "row" },
     iconButton("list", "Conversations", () => ui.root.classList.toggle("listing"), { "data-narrow": true }),
-    ui.title, iconButton("settings", "Settings of this conversation", settings), ui.menuButton, menu);
+    ui.title, ui.model, iconButton("settings", "Settings of this conversation", settings), ui.menuButton, menu);
 }
 
 function log(ui) {

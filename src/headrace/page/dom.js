@@ -21,6 +21,27 @@ export const number = (value, digits = 0) => value.toLocaleString("en", { maximu
 
 export const percent = (share) => `${number(share * 100)} %`;
 
+export const bytes = (value) => {
+  const unit = ["B", "kB", "MB", "GB", "TB"][Math.min(4, Math.floor(Math.log10(Math.max(1, value)) / 3))];
+  return `${number(value / { B: 1, kB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12 }[unit], unit === "B" ? 0 : 1)} ${unit}`;
+};
+
+export const seconds = (value) => (value < 60 ? `${number(value, value < 10 ? 1 : 0)} s`
+  : value < 3600 ? `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`
+    : `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`);
+
+export const panel = (title, ...children) => h("section", { class: "panel", "aria-label": title }, h("h2", {}, title), ...children);
+
+/** A table that becomes a list of cards on a narrow screen, where its roles have to be given again. */
+export function table(caption, columns) {
+  const body = h("tbody", { role: "rowgroup" });
+  const head = h("tr", { role: "row" }, ...columns.map((name) => h("th", { scope: "col", role: "columnheader" }, name)));
+  const cells = (...contents) => contents.map((content, index) => h("td", { role: "cell", "data-name": columns[index] }, content));
+  const element = h("table", { class: "cards", role: "table" },
+    h("caption", { class: "hidden" }, caption), h("thead", { role: "rowgroup" }, head), body);
+  return { element, body, row: (...contents) => h("tr", { role: "row" }, ...cells(...contents)) };
+}
+
 const ICONS = {
   plus: "M12 5v14M5 12h14",
   send: "M12 19V5M6 11l6-6 6 6",

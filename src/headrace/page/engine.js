@@ -2,7 +2,8 @@
 
 import { ApiError, call, events, getJson } from "./api.js";
 import { shareBar, stackedBar, timeChart } from "./charts.js";
-import { announce, copy, h, number, percent } from "./dom.js";
+import { announce, bytes, copy, h, number, panel, percent, seconds, table } from "./dom.js";
+import { modelsPanel } from "./models.js";
 
 const RETRY_MS = 2000;
 const RECENT_S = 5; // of which figures for "now" are averages
@@ -20,17 +21,9 @@ const WAITS = {
   step: "the step in progress",
 };
 
-const bytes = (value) => {
-  const unit = ["B", "kB", "MB", "GB", "TB"][Math.min(4, Math.floor(Math.log10(Math.max(1, value)) / 3))];
-  return `${number(value / { B: 1, kB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12 }[unit], unit === "B" ? 0 : 1)} ${unit}`;
-};
-const seconds = (value) => (value < 60 ? `${number(value, value < 10 ? 1 : 0)} s`
-  : value < 3600 ? `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`
-    : `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`);
 const rate = (value) => number(value, value < 10 ? 1 : 0);
 const clock = (time) => h("time", { datetime: new Date(time * 1000).toISOString() }, new Date(time * 1000).toLocaleTimeString());
 const sum = (values) => values.reduce((total, value) => total + value, 0);
-const panel = (title, ...children) => h("section", { class: "panel", "aria-label": title }, h("h2", {}, title), ...children);
 
 // Each part below returns [element, update], where update takes the status, the history and the status before.
 
@@ -86,23 +79,13 @@ function hitShares(history) {
   });
 }
 
-/** A table that becomes a list of cards on a narrow screen, where its roles have to be given again. */
-function table(caption, columns) {
-  const body = h("tbody", { role: "rowgroup" });
-  const head = h("tr", { role: "row" }, ...columns.map((name) => h("th", { scope: "col", role: "columnheader" }, name)));
-  const cells = (...contents) => contents.map((content, index) => h("td", { role: "cell", "data-name": columns[index] }, content));
-  const element = h("table", { class: "cards", role: "table" },
-    h("caption", { class: "hidden" }, caption), h("thead", { role: "rowgroup" }, head), body);
-  return { element, body, row: (...contents) => h("tr", { role: "row" }, ...cells(...contents)) };
-}
-
 function requests() {
   const list = table("Requests", ["Request", "State", "Prompt", "Output", "Tokens/s", "Age", "Action"]);
   const empty = h("p", { class: "muted" }, "No request is running or waiting.");
   const shown = new Map();
   return [panel("Requests", list.element, empty), (status, history, before) => {
-    const current = new Map(status.requests.map((request) => [request.request_id, request]));
-    const earlier = new Map((before?.requests ?? []).map((request) => [request.request_id, request]));
+    const current = requestsOf(status);
+    const earlier = before === null ? new Map() : requestsOf(before);
     const passed = before === null ? 0 : status.process.uptime_s - before.process.uptime_s;
     for (const [id, [row]] of shown) {
       if (!current.has(id)) {
@@ -122,12 +105,19 @@ function requests() {
   }];
 }
 
-function requestRow(row, { request_id: id, session }) {
+/** Those of all models by their ids. `model` is null where one model is served alone. */
+function requestsOf({ requests, models: [first, ...others] }) {
+  const all = requests.map((each) => ({ ...each, model: others.length ? first.name : null }));
+  for (const { name, requests } of others) all.push(...requests.map((each) => ({ ...each, model: name })));
+  return new Map(all.map((each) => [each.request_id, each]));
+}
+
+function requestRow(row, { request_id: id, session, model }) {
   const state = h("span");
   const progress = h("progress", { max: 1, "aria-label": "Prompt computed" });
   const [prompt, output, speed, age] = ["small", "span", "span", "span"].map((tag) => h(tag));
   const cancel = h("button", { type: "button", class: "danger", "aria-label": `Cancel ${id}`, onclick: () => cancelRequest(id, cancel) }, "Cancel");
-  const name = h("span", {}, h("code", {}, id), session && h("small", { class: "muted" }, session));
+  const name = h("span", {}, h("code", {}, id), [model, session].map((each) => each && h("small", { class: "muted" }, each)));
   const element = row(name, state, h("span", {}, progress, prompt), output, speed, age, cancel);
   return [element, (request, before, passed) => {
     const total = request.sparse?.num_dropped ? request.num_cached_tokens + request.sparse.num_kept : request.num_prompt_tokens;
@@ -354,8 +344,10 @@ function start() {
 export function mount(element) {
   if (parts.length) return;
   state = h("span", { class: "live", role: "status" }, "Connecting …");
-  parts = [summary(), charts(), requests(), memory(), ranks(), cache(), lookups(), drafts(), errors(), agents(), startUp()];
-  element.replaceChildren(h("div", { class: "engine" }, h("header", { class: "row" }, h("h1", {}, "Engine"), state), ...parts.map(([each]) => each)));
+  const title = h("h1", {}, "Engine");
+  const showTitle = ({ models }) => (title.textContent = models.length > 1 ? `Engine of ${models[0].name}` : "Engine");
+  parts = [[title, showTitle], modelsPanel(), summary(), charts(), requests(), memory(), ranks(), cache(), lookups(), drafts(), errors(), agents(), startUp()];
+  element.replaceChildren(h("div", { class: "engine" }, h("header", { class: "row" }, title, state), ...parts.slice(1).map(([each]) => each)));
   document.addEventListener("visibilitychange", start);
   start();
 }

@@ -137,8 +137,9 @@ function thinkingTitle({ text, calls, stats }, isRunning) {
   return seconds >= 0 ? `Thought for ${number(Math.max(seconds, 0.1), seconds < 10 ? 1 : 0)} s` : "Thoughts";
 }
 
-function stateText({ text, thinking, calls, finish, progress }, isRunning) {
+function stateText({ text, thinking, calls, finish, progress, loading }, isRunning) {
   if (isRunning && !text && !thinking && !calls.length) {
+    if (loading) return loading;
     return progress?.total ? `Reading the prompt: ${percent(progress.processed / progress.total)}` : "Reading the prompt…";
   }
   if (isRunning) return "";

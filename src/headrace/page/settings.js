@@ -3,8 +3,8 @@
 import { ask, h } from "./dom.js";
 import { SAMPLING } from "./generate.js";
 
-/** Show a dialog for settings. Resolves with the changed ones, or null. `server` has its names and defaults. */
-export async function editSettings(settings, server) {
+/** Show a dialog for settings. Resolves with the changed ones, or null. `defaults`: the model's, for sampling. */
+export async function editSettings(settings, defaults) {
   const fields = {};
   const labelled = (name, label, field) => {
     fields[name] = field;
@@ -16,14 +16,12 @@ export async function editSettings(settings, server) {
   const tools = h("textarea", { rows: 4, class: "mono", spellcheck: "false", placeholder: '[{"type": "function", "function": {"name": …}}]' });
   tools.oninput = () => tools.setCustomValidity(isToolList(tools.value) ? "" : "A JSON list of tools, as in OpenAI's API");
   const content = h("div", { class: "settings" },
-    server.names.length > 1 && labelled("model", "Model", choice(server.names.map((name) => [name, name]))),
     labelled("system", "System prompt", h("textarea", { rows: 4, dir: "auto" })),
     labelled("thinking", "Thinking", choice([["", "As the model does"], ["on", "On"], ["off", "Off"]])),
     h("div", { class: "grid" }, Object.entries(SAMPLING).map(([name, { label, min, max, step }]) => labelled(name, label,
-      h("input", { type: "number", min, max, step: step < 1 ? "any" : step, placeholder: server.defaults[name] ?? "default" })))),
+      h("input", { type: "number", min, max, step: step < 1 ? "any" : step, placeholder: defaults[name] ?? "default" })))),
     labelled("tools", "Tools (JSON)", tools),
     h("p", { class: "muted" }, "The page runs no tools: it shows a call, and you give its result."));
-  if (server.names.length > 1) fields.model.value = settings.model || server.names[0];
   if (!(await ask("Settings of this conversation", content, "Save"))) return null;
   const changed = {};
   for (const [name, field] of Object.entries(fields)) {
