@@ -8,15 +8,19 @@ import json
 from pathlib import Path
 
 import pytest
-from fakes import END, FakeEngine, PlainTemplate, fake_session
+from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
 from loopback import serving
 
 from headrace.cli.chat_remote import RemoteChat
 from headrace.cli.chat_state import COMMANDS, ChatCommands, ChatState
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, GenerationFailed
+from headrace.session.model_entry import ModelEntry, ModelSource
+from headrace.session.models import Models
+from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, MediaPart, TextPart
 from headrace.types.events import Event, Finished, Reasoning, Text
+from headrace.types.model import ModelOutline
 
 
 def run(state: ChatState, *lines: str) -> list[str]:
@@ -154,3 +158,32 @@ def test_a_saved_file_is_json_of_the_chat_api(tmp_path: Path) -> None:
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "a"},
     ]
+
+
+def answering(name: str, abilities: tuple[str, ...] = ()) -> ModelEntry:
+    def load(_: object) -> Session:
+        return fake_session(FakeEngine(f"I am {name}", (END,), model=describe(name)), PlainTemplate())
+
+    return ModelEntry((name,), ModelSource(name, lambda: 0, load, lambda: ModelOutline(abilities=abilities)))
+
+
+def test_one_of_a_servers_models_is_chosen() -> None:
+    models = Models([answering("vectors", ("embedding",)), answering("one"), answering("two")], 10_000)
+
+    async def scenario() -> list[str]:
+        said = []
+        async with serving(models) as url:
+            chat = RemoteChat(url, None, None)
+            assert await chat.prepare() == "one"
+            state = ChatState(models=chat.models)
+            assert run(state, "/model") == ["one, two"]
+            assert run(state, "/model tow") == ["there is no model 'tow'; did you mean two?; served: one, two"]
+            for line in ("", "/model two", "/model one"):
+                run(state, *([line] if line else ()))
+                answer = chat.chat(state.request("id", "hi"), state.settings)
+                said.append("".join([event.text async for event in answer if isinstance(event, Text)]))
+            await chat.aclose()
+        return said
+
+    assert asyncio.run(scenario()) == ["I am one", "I am two", "I am one"]
+    assert "only a server has several" in run(ChatState(), "/model two")[0]

@@ -78,7 +78,7 @@ def run(config: Config) -> None:
             remote = RemoteChat(config.chat.url, name, config.chat.url_key)
             print(f"{runner.run(remote.prepare())} at {config.chat.url}; /help lists the commands")
             try:
-                _talk(config, remote, runner)
+                _talk(config, remote, runner, remote.models)
             finally:
                 runner.run(remote.aclose())
         return
@@ -103,20 +103,26 @@ def run(config: Config) -> None:
         engine.stop()
 
 
-def _talk(config: Config, source: ChatSource, runner: asyncio.Runner) -> None:
+def _talk(config: Config, source: ChatSource, runner: asyncio.Runner, models: Sequence[str] = ()) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         ask = terminal_input(Path(config.models.model_folder).expanduser() / _HISTORY)
-        converse(Conversation(source, TerminalDisplay()), runner, ask)
+        converse(Conversation(source, TerminalDisplay(), models=models), runner, ask)
     else:
-        converse(Conversation(source, PlainDisplay(sys.stdout)), runner, piped_input)
+        converse(Conversation(source, PlainDisplay(sys.stdout), models=models), runner, piped_input)
 
 
 class Conversation:
     """The turns so far, and how the next one is asked and shown."""
 
-    def __init__(self, source: ChatSource, display: Display, clock: Callable[[], float] = time.monotonic) -> None:
-        self.state = ChatState()
+    def __init__(
+        self,
+        source: ChatSource,
+        display: Display,
+        clock: Callable[[], float] = time.monotonic,
+        models: Sequence[str] = (),
+    ) -> None:
+        self.state = ChatState(models=models)
         self._source = source
         self._display = display
         self._clock = clock

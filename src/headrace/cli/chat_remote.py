@@ -23,6 +23,8 @@ class RemoteChat:
 
     def __init__(self, url: str, model: str | None, key: str | None) -> None:
         self._model = model
+        self.models: tuple[str, ...] = ()
+        """What the server lists, as far as it was asked."""
         self._http = httpx.AsyncClient(
             base_url=url.rstrip("/").removesuffix("/v1"),
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
@@ -32,17 +34,22 @@ class RemoteChat:
 
     async def prepare(self) -> str:
         """Finds the model and returns its name. Raises ConfigError if the server can't be reached or lists none."""
-        if self._model is None:
-            try:
-                response = await self._http.get("/v1/models")
-                response.raise_for_status()
-                self._model = str(response.json()["data"][0]["id"])
-            except httpx.HTTPStatusError as error:
+        try:
+            response = await self._http.get("/v1/models")
+            response.raise_for_status()
+            listed = [each for each in response.json()["data"] if _can_chat(each)]
+            self.models = tuple(str(each["id"]) for each in listed)
+            loaded = next((each for each in listed if each.get("state") == "loaded"), listed[0])
+            self._model = self._model or str(loaded["id"])
+        except httpx.HTTPStatusError as error:
+            if self._model is None:
                 raise ConfigError(f"--url: {_error_text(error.response.text)}") from error
-            except httpx.HTTPError as error:
-                raise ConfigError(f"--url: nothing answers at {self._http.base_url} ({error})") from error
-            except (ValueError, LookupError, TypeError) as error:
-                raise ConfigError("--url: the server lists no model; name one") from error
+        except httpx.HTTPError as error:
+            raise ConfigError(f"--url: nothing answers at {self._http.base_url} ({error})") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            if self._model is None:
+                raise ConfigError("--url: the server lists no model for chats; name one") from error
+        assert self._model is not None
         return self._model
 
     async def aclose(self) -> None:
@@ -81,6 +88,12 @@ class RemoteChat:
             "stream_options": {"include_usage": True},
             **given,
         }
+
+
+def _can_chat(model: Mapping[str, Any]) -> bool:
+    """Other servers than Headrace tell no capabilities, and it none of a model that was never here."""
+    capabilities = model.get("capabilities")
+    return not isinstance(capabilities, list) or not capabilities or "chat" in capabilities
 
 
 class _End:

@@ -26,6 +26,7 @@ class ChatState:
     """system: the system message, empty for none. pending: images and videos for the next question.
     asked: the last question, answered or not; None before the first.
     settings: values by their names in OpenAI's chat API; the model has its defaults for all others.
+    models: names of those that can be chosen; empty for a model of this process.
     """
 
     system: str = ""
@@ -34,6 +35,7 @@ class ChatState:
     asked: ChatMessage | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     enable_thinking: bool | None = None
+    models: Sequence[str] = ()
 
     def reset(self) -> None:
         """Forgets the turns; settings stay."""
@@ -68,6 +70,13 @@ class ChatState:
             self.settings.pop(name, None)
         else:
             self.settings[name] = parsed
+
+    def choose(self, model: str) -> None:
+        """Sets the model of the next answers. Raises ConfigError."""
+        if model not in self.models:
+            served = f"served: {', '.join(self.models)}" if self.models else "only a server has several, see --url"
+            raise ConfigError(f"{with_suggestion(f'there is no model {model!r}', model, self.models)}; {served}")
+        self.settings["model"] = model
 
     def take_back(self) -> str:
         """Forgets the last question and its answer, to ask it again with its pictures; its text. Raises ConfigError."""
@@ -164,6 +173,7 @@ COMMANDS: Mapping[str, str] = {
     "/help": "lists these commands",
     "/set NAME VALUE": f"one of {', '.join(SETTINGS)}; VALUE `default` leaves it to the model",
     "/system TEXT": "the system message; without TEXT none",
+    "/model NAME": "the model of the next answers, where a server has several; without NAME lists them",
     "/image FILE": "shows the model an image, from a file or a URL, with the next question",
     "/video FILE": "shows it a video",
     "/retry": "asks the last question again",
@@ -215,6 +225,11 @@ class ChatCommands:
             setting, value = self._words(rest, "/set NAME VALUE", 2)
             state.set(setting, value)
             self._say(f"{setting} is {value}")
+        elif name == "/model" and not rest:
+            self._say(", ".join(state.models) or "there is only the one")
+        elif name == "/model":
+            state.choose(rest)
+            self._say(f"{rest} answers from now on")
         elif name in ("/image", "/video"):
             (path,) = self._words(rest, f"{name} FILE", 1)
             state.pending.append(read_media(path, "image" if name == "/image" else "video"))
