@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -99,7 +100,7 @@ def test_figures_lookups_and_settings_are_shown_without_content(visit: Visit) ->
     assert cached > 0
     expect(lookup).to_contain_text(f"{cached} of {answer['usage']['prompt_tokens']}")
     weights = httpx.get(f"{visit.url}/v1/status").json()["memory"]["weights_bytes"]
-    expect(page.get_by_role("row", name="Weights")).to_contain_text(f"{weights / 1e6:.1f} MB")
+    expect(page.get_by_role("row", name=re.compile("^Weights"))).to_contain_text(f"{weights / 1e6:.1f} MB")
     expect(page.get_by_role("img", name="Generated tokens/s: now")).to_be_visible()
     settings = page.get_by_role("region", name="Settings for agents")
     expect(settings).to_contain_text(f"{visit.url}/v1")

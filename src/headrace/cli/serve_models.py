@@ -68,7 +68,8 @@ def _check(entries: Sequence[ModelEntry], keep: Sequence[str]) -> None:
     for entry in entries:
         for name in entry.names:
             if name in known:
-                raise ConfigError(f"two models have the name {name}: {known[name].source.word} and {entry.source.word}")
+                both = f"{known[name].source.word} and {entry.source.word}"
+                raise ConfigError(f"two models have the name {name}: {both}; --models-file can name them apart")
             known[name] = entry
     words = {entry.source.word: entry for entry in entries}
     for name in keep:

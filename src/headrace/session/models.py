@@ -233,10 +233,9 @@ class Models(ServedModels):
                 if left >= needed:
                     return MemoryShare(left, self.total_bytes, used)
             elif all(other.is_kept for other in others):
-                raise ModelUnavailable(
-                    f"it needs about {needed / 1e9:.1f} GB, and beside the models that are kept loaded there are "
-                    f"{room_beside(self.total_bytes, memories) / 1e9:.1f} GB"
-                )
+                beside = "beside the models that are kept loaded there are" if others else "there are"
+                room = room_beside(self.total_bytes, memories)
+                raise ModelUnavailable(f"it needs about {needed / 1e9:.2f} GB, and {beside} {room / 1e9:.2f} GB")
             elif idle := self._idle(entry):
                 await self._close(idle[0])
                 continue

@@ -1,0 +1,41 @@
+"""The models of a plan: mistakes in their names, and those that can't be loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.serve_models import load_first, served_models
+from headrace.cli.serve_plan import read_plan
+from headrace.errors import ConfigError, ModelError
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        served_models(read_plan([*words, "--gpu-memory-utilization", "0.3"], {}))
+    return error.value.message
+
+
+def test_names_are_unique(tmp_path: Path) -> None:
+    for folder in ("one/model", "two/model"):
+        (tmp_path / folder).mkdir(parents=True)
+    words = [str(tmp_path / folder / "model") for folder in ("one", "two")]
+    expected = f"two models have the name model: {words[0]} and {words[1]}; --models-file can name them apart"
+    assert refused(*words) == expected
+    (tmp_path / "f.toml").write_text('[models.a]\nserved-model-name = ["x", "y"]\n[models.b]\nserved-model-name = "y"')
+    assert refused("--models-file", str(tmp_path / "f.toml")).startswith("two models have the name y: a and b;")
+
+
+def test_a_kept_model_exists() -> None:
+    models = "miniature", "miniature-draft"
+    assert refused(*models, "--keep", "other") == "--keep other: there is no such model"
+    assert refused(*models, "--keep", "headrace-minature").endswith("; did you mean headrace-miniature?")
+
+
+def test_a_server_whose_models_all_do_not_fit_does_not_start() -> None:
+    plan = read_plan(["miniature", "--keep", "miniature", "--keep", "miniature-draft", "miniature-draft"], {})
+    models = served_models(plan)
+    models.total_bytes = 10**6
+    with pytest.raises(ModelError, match=r"no model can be loaded; .* it needs about 0.0\d GB, and there are 0.00 GB"):
+        load_first(models, plan)
