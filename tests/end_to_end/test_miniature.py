@@ -15,7 +15,7 @@ from headrace.engine.engine import Engine
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, TextPart
 from headrace.types.events import Reasoning, Text
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest, SamplingParams
 from training.chat import encode
 from training.jobs import copying, recall, thinking, tools
 from training.sample import Sample
@@ -23,7 +23,6 @@ from training.sample import Sample
 pytestmark = pytest.mark.anyio
 
 FOLDER = Path(headrace.__file__).parent / "miniature"
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 NUM_SAMPLES = 12
 
 JOBS: dict[str, Callable[[random.Random], Sample]] = {

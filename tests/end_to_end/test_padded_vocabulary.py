@@ -21,13 +21,12 @@ from headrace.session.session import Session
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.types.events import TokenOutput
-from headrace.types.request import ConstraintSpec, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, ConstraintSpec, GenerationRequest
 from training.chat import encode
 from training.jobs import copying, recall
 
 pytestmark = pytest.mark.anyio
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 WARM = replace(GREEDY, temperature=1.0)
 END = 4072
 ANY_LETTERS = ConstraintSpec('{"grammars": [{"lark_grammar": "start: /[a-z ]{1,60}/"}]}')

@@ -11,10 +11,9 @@ import pytest
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.models.packed import PackedModel
-from headrace.types.request import SamplingParams
+from headrace.types.request import GREEDY
 
 VOCAB = 97
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 WARM = replace(GREEDY, temperature=1.0, seed=5)
 PENALISED = replace(WARM, repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=4, banned_sequences=((7, 8),))
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.types.request import SamplingParams
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 THRESHOLD = 100
 
 
@@ -36,8 +33,3 @@ def config(target: Path, draft: Path | None, **knobs: object) -> Config:
         **knobs,  # type: ignore[arg-type]
     )
     return Config(str(target), ModelConfig(numerics="exact", self_check=False), engine)
-
-
-def tokens(seed: int, length: int) -> tuple[int, ...]:
-    """Some of a prompt's."""
-    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, 160, length))

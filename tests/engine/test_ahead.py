@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine.running_ahead import GREEDY, PENALISED, VOCAB, WARM, launch, tokens
+from engine.running_ahead import PENALISED, VOCAB, WARM, launch, tokens
 from mlx.utils import tree_flatten
 from models import tiny
 
@@ -21,7 +21,7 @@ from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.scheduler import admission
 from headrace.types.events import TokenLogprobs
-from headrace.types.request import GenerationRequest
+from headrace.types.request import GREEDY, GenerationRequest
 from headrace.types.status import Phase
 
 pytestmark = pytest.mark.anyio

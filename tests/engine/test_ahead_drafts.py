@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from engine import sparse_models
-from engine.running_ahead import GREEDY, PENALISED, VOCAB, WARM, launch, tokens
+from engine.running_ahead import PENALISED, VOCAB, WARM, launch, tokens
 from models import tiny_head
 
 from headrace.engine import runner
@@ -31,7 +31,7 @@ from headrace.speculate.head import HeadDrafter
 from headrace.speculate.model import ModelDrafter
 from headrace.speculate.speculator import DraftState, Speculator, Verified
 from headrace.types.events import TokenLogprobs
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
 

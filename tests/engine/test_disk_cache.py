@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 import numpy as np
 import pytest
+from engine.asking import answer_to, tokens
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
@@ -28,12 +29,11 @@ from headrace.errors import ConfigError
 from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_records import HEAD_BYTES
 from headrace.state.record_file import HostArray, read_file, write_file
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest, SamplingParams
 from headrace.types.status import DiskStatus
 
 pytestmark = pytest.mark.anyio
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 WARM = replace(GREEDY, temperature=1.0, seed=7)
 FAMILIES = ("llama", "qwen3_5", "gpt_oss", "lfm2", "falcon_h1")
 CHUNK = 128
@@ -79,10 +79,6 @@ async def engine_of(model: Path, cache: Path | None, **knobs) -> AsyncIterator[E
         await asyncio.to_thread(engine.stop)
 
 
-def tokens(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, 160, length))
-
-
 counter = iter(range(1_000_000))
 
 
@@ -95,12 +91,7 @@ def request_of(
 
 async def ask(engine: Engine, *args, **fields) -> tuple[list[int], int]:
     """The output's tokens, and how many of the prompt's were cached."""
-    output: list[int] = []
-    num_cached = 0
-    async for part in await engine.submit(request_of(*args, **fields)):
-        output += part.token_ids
-        num_cached = part.num_cached_tokens
-    return output, num_cached
+    return await answer_to(engine, request_of(*args, **fields))
 
 
 async def cold(model: Path, *args, **fields) -> list[int]:

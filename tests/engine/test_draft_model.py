@@ -22,9 +22,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, ModelError
 from headrace.speculate.ngram import NgramDrafter
 from headrace.speculate.ranking import Candidate, Ranking, RowRecord, Source
-from headrace.types.request import GenerationRequest, SamplingParams
-
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+from headrace.types.request import GREEDY, GenerationRequest
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from headrace.speculate.head import HeadDrafter
 from headrace.speculate.model import ModelDrafter
 from headrace.speculate.ngram import NgramDrafter
 from headrace.types.events import TokenLogprobs
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest, SamplingParams
 from training.chat import encode
 from training.jobs import copying, recall, talk, thinking, tools
 from training.sample import Sample
@@ -36,7 +36,6 @@ from training.sample import Sample
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 MINIATURE = Path(headrace.__file__).parent / "miniature"
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 WARM = replace(GREEDY, temperature=0.7, seed=11)
 PENALISED = replace(
     WARM, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.4, min_tokens=6, banned_sequences=((300, 301),)

@@ -25,13 +25,12 @@ from headrace.models.packed import PackedModel
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.sequence import SequenceState
 from headrace.types.events import FinishReason
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest, SamplingParams
 from headrace.types.step import Chunk, StepPlan
 
 pytestmark = pytest.mark.anyio
 
 CHUNK = 32
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 
 
 def launch(folder: Path, numerics: str = "exact", **knobs: int) -> Engine:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.asking import answer_to
 from mlx.utils import tree_flatten, tree_unflatten
 from models import tiny
 
@@ -26,11 +27,10 @@ from headrace.models.load import LoadedModel
 from headrace.models.packed import PackedModel
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest
 
 pytestmark = pytest.mark.anyio
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 CHUNK = 16
 PROMPT = tuple(int(each) for each in np.random.default_rng(1).integers(8, 150, 300))
 BOUNDARIES = (Boundary(20, BoundaryKind.SYSTEM), Boundary(290, BoundaryKind.PROMPT))
@@ -86,12 +86,7 @@ def spoiled(model: Any) -> Iterator[None]:
 
 async def ask(engine: Engine, name: str) -> tuple[list[int], int]:
     """The output's tokens, and how many of the prompt's were cached."""
-    output: list[int] = []
-    num_cached = 0
-    async for part in await engine.submit(GenerationRequest(name, PROMPT, GREEDY, 6, boundaries=BOUNDARIES)):
-        output += part.token_ids
-        num_cached = part.num_cached_tokens
-    return output, num_cached
+    return await answer_to(engine, GenerationRequest(name, PROMPT, GREEDY, 6, boundaries=BOUNDARIES))
 
 
 async def num_cached_bytes(engine: Engine) -> int:

@@ -28,7 +28,7 @@ from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.sequence import SequenceState
 from headrace.types.model import TokenIds
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest
 
 KINDS = {
     "full attention": "llama",
@@ -38,7 +38,6 @@ KINDS = {
     "row by row, trimmed": "deepseek_v3",
     "whole model": "llama4",
 }
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 POISON = 96
 """A token whose embedding is no number. Logits end before it, since heads may be tied to embeddings."""
 CHUNK = 16

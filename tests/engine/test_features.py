@@ -12,10 +12,9 @@ from headrace.engine.features import IDLE_SLICE_S, SLICE_SHARE, FeatureCache
 from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.scheduler.stages import PromptPlan, PromptStages
 from headrace.types.media import MediaInput, PromptMedia
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest
 from headrace.types.status import WaitReason
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 HALF = (0.5, 0.5, 0.5)
 WORK_S = 2.0**-10
 """Seconds of a unit of the made-up tower's work."""

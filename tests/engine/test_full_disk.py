@@ -7,18 +7,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
+from engine.asking import answer_to, tokens
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest
 from headrace.types.status import DiskStatus
 
 pytestmark = pytest.mark.anyio
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 SMALL_BYTES, FULL_BYTES = 40_000, 60_000
 """What a file may grow to, and what is left on the disk: less than the 256 tokens of a block take."""
 
@@ -79,14 +78,9 @@ async def engine_of(model: Path, cache: Path | None) -> AsyncIterator[Engine]:
         await asyncio.to_thread(engine.stop)
 
 
-def tokens(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, 160, length))
-
-
 async def ask(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[int], int]:
     """The output's tokens, and how many of the prompt's were cached."""
-    parts = [part async for part in await engine.submit(GenerationRequest("r", prompt, GREEDY, 6))]
-    return [token for part in parts for token in part.token_ids], parts[-1].num_cached_tokens
+    return await answer_to(engine, GenerationRequest("r", prompt, GREEDY, 6))
 
 
 async def written_off(engine: Engine) -> DiskStatus:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine.asking import answer_to
 from models.test_gemma_media import MODELS
 from models.tiny_gemma3 import TinyGemma3
 from models.tiny_gemma4 import TinyGemma4
@@ -14,11 +15,10 @@ from models.tiny_gemma4 import TinyGemma4
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.types.media import PromptMedia
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 CHUNK = 10
 """Less than a picture has tokens."""
 counter = iter(range(1_000_000))
@@ -45,12 +45,7 @@ async def ask(engine: Engine, ids: list[int], media: PromptMedia | None) -> tupl
     """The output's tokens, and how many of the prompt's were cached."""
     boundaries = (Boundary(len(ids) - 2, BoundaryKind.MESSAGE),)
     request = GenerationRequest(f"r{next(counter)}", tuple(ids), GREEDY, 6, boundaries=boundaries, media=media)
-    output: list[int] = []
-    num_cached = 0
-    async for part in await engine.submit(request):
-        output += part.token_ids
-        num_cached = part.num_cached_tokens
-    return output, num_cached
+    return await answer_to(engine, request)
 
 
 async def test_prompts_with_and_without_pictures_get_the_reference_s_tokens_alone_at_once_and_from_the_cache(

@@ -5,20 +5,19 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
+from engine.asking import answer_to, tokens
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.commands import Abort
 from headrace.engine.engine import Engine
 from headrace.engine.runner import Runner
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest
 from headrace.types.step import Chunk, StepPlan, StepResult
 
 pytestmark = pytest.mark.anyio
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 CHUNK = 512
 
 
@@ -54,17 +53,10 @@ async def engine_of(name: str, folder: Path, **knobs: object) -> AsyncIterator[E
         await asyncio.to_thread(engine.stop)
 
 
-def tokens(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, 160, length))
-
-
 async def ask(engine: Engine, name: str, prompt: tuple[int, ...], marks: Iterable[int] = ()) -> tuple[list[int], int]:
     """The output's tokens, and how many of the prompt's were cached."""
     boundaries = tuple(Boundary(mark, BoundaryKind.MESSAGE) for mark in marks)
-    parts = [
-        part async for part in await engine.submit(GenerationRequest(name, prompt, GREEDY, 4, boundaries=boundaries))
-    ]
-    return [token for part in parts for token in part.token_ids], parts[-1].num_cached_tokens
+    return await answer_to(engine, GenerationRequest(name, prompt, GREEDY, 4, boundaries=boundaries))
 
 
 @pytest.mark.slow

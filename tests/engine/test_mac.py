@@ -12,9 +12,7 @@ from metal_device import FakedMac, fake_mac
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
-from headrace.types.request import GenerationRequest, SamplingParams
-
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+from headrace.types.request import GREEDY, GenerationRequest
 
 
 @pytest.fixture

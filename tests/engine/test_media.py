@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.asking import answer_to
 from models.test_media import CASES, FOLDERS, expected, media_of
 
 from headrace.backend import device
@@ -22,12 +23,11 @@ from headrace.models.source import read_files
 from headrace.models.vision import load_tower
 from headrace.models.weights import parameters_of
 from headrace.types.media import PromptMedia, Route
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 DATA = Path(__file__).parent.parent / "data"
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 CHUNK = 7
 counter = iter(range(1_000_000))
 
@@ -62,12 +62,7 @@ async def ask(
     request = GenerationRequest(
         f"r{next(counter)}", tuple(prompt), GREEDY, num_tokens, boundaries=boundaries, media=media
     )
-    output: list[int] = []
-    num_cached = 0
-    async for part in await engine.submit(request):
-        output += part.token_ids
-        num_cached = part.num_cached_tokens
-    return output, num_cached
+    return await answer_to(engine, request)
 
 
 def case_of(folder: str, case: str) -> tuple[list[int], list[int]]:

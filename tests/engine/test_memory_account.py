@@ -11,12 +11,10 @@ from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import loop
 from headrace.engine.engine import Engine
 from headrace.scheduler import admission
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest
 from headrace.types.status import MemoryStatus, Phase
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 
 
 def request(name: str, seed: int, length: int, max_tokens: int, priority: int = 0) -> GenerationRequest:

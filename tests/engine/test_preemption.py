@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from engine.asking import tokens
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
@@ -14,12 +14,11 @@ from headrace.engine.engine import Engine
 from headrace.scheduler import admission
 from headrace.state.sequence import SequenceState
 from headrace.types.events import TokenLogprobs
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest
 from headrace.types.status import EngineStatus, Phase
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 WARM = replace(GREEDY, temperature=1.0, seed=5)
 FAMILIES = ("llama", "qwen3_5", "gpt_oss")
 
@@ -40,10 +39,6 @@ def engine(folder: Path) -> Iterator[Engine]:
     )
     yield engine
     engine.stop()
-
-
-def tokens(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, 160, length))
 
 
 LOW = (

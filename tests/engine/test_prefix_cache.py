@@ -7,18 +7,17 @@ from dataclasses import replace
 from os.path import commonprefix
 from pathlib import Path
 
-import numpy as np
 import pytest
+from engine.asking import answer_to, tokens
 from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.types.events import FinishReason
-from headrace.types.request import IDLE_PRIORITY, Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, IDLE_PRIORITY, Boundary, BoundaryKind, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 WARM = replace(GREEDY, temperature=1.0, seed=7)
 FAMILIES = ("llama", "qwen3_5", "gpt_oss", "falcon_h1", "lfm2")
 RECURRENT = ("qwen3_5", "gpt_oss", "falcon_h1", "lfm2")
@@ -45,10 +44,6 @@ def engines(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         engine.stop()
 
 
-def tokens(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, 160, length))
-
-
 counter = iter(range(1_000_000))
 
 
@@ -58,12 +53,7 @@ async def ask(
     """The output's tokens, and how many of the prompt's were cached."""
     boundaries = tuple(Boundary(mark, BoundaryKind.MESSAGE) for mark in marks)
     request = GenerationRequest(f"r{next(counter)}", prompt, sampling, 8, boundaries=boundaries, **fields)
-    output: list[int] = []
-    num_cached = 0
-    async for part in await engine.submit(request):
-        output += part.token_ids
-        num_cached = part.num_cached_tokens
-    return output, num_cached
+    return await answer_to(engine, request)
 
 
 async def test_a_growing_conversation_pays_only_for_what_is_new(engines: tuple[Engine, Engine]) -> None:

@@ -34,7 +34,7 @@ from headrace.state.quantized_kv import KVForms
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
 from headrace.state.stored_state import StateForm
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest
 from headrace.types.status import WaitReason
 
 WIDE = "qwen3_5_wide"
@@ -51,7 +51,6 @@ KINDS = {
 VOCAB = 97
 LENGTH = 56
 MAX_LIVE = 3
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 
 
 def _sentence(salt: int) -> tuple[int, ...]:

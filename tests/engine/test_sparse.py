@@ -10,7 +10,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from engine.sparse_models import GREEDY, config, save, tokens
+from engine.asking import tokens
+from engine.sparse_models import config, save
 from models import tiny
 from models.positioned import reference
 
@@ -19,7 +20,7 @@ from headrace.engine.sparse import prefill as sparse_module
 from headrace.engine.sparse.select import select
 from headrace.models.packed import PackedModel, Row
 from headrace.types.events import SparseUsage
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SparseOptions
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest, SparseOptions
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.sparse_models import GREEDY, THRESHOLD, tokens
+from engine.asking import tokens
+from engine.sparse_models import THRESHOLD
 
 from headrace.engine.pool import PrefixCache, PrefixPool
 from headrace.engine.sparse.draft import Importance, SparseDraft
@@ -15,7 +16,7 @@ from headrace.errors import ContextTooLong
 from headrace.scheduler.stages import PromptPlan, PromptStages, Stage
 from headrace.types.events import SparseUsage
 from headrace.types.media import PromptMedia
-from headrace.types.request import Bypass, ConstraintSpec, GenerationRequest, SparseOptions, ThinkingLimit
+from headrace.types.request import GREEDY, Bypass, ConstraintSpec, GenerationRequest, SparseOptions, ThinkingLimit
 from headrace.types.status import WaitReason
 
 NUM_TOKENS = 320

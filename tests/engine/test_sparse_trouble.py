@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine.sparse_models import GREEDY, config, name_tokens, save, tokens
+from engine.asking import tokens
+from engine.sparse_models import config, name_tokens, save
 from models import tiny_head
 
 from headrace.engine import prepare as prepare_module
@@ -25,7 +26,7 @@ from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError, 
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner
 from headrace.types.events import SparseUsage, TokenOutput
-from headrace.types.request import Bypass, GenerationRequest, SparseOptions
+from headrace.types.request import GREEDY, Bypass, GenerationRequest, SparseOptions
 from headrace.types.step import StepPlan, StepResult
 
 pytestmark = pytest.mark.anyio

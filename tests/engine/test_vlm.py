@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine.asking import answer_to
 from media.test_image import saved
 from mlx_vlm.utils import load_processor
 from models.tiny_vlm import LLAVA, PIXTRAL, SMOLVLM, TinyVlm
@@ -21,10 +22,9 @@ from headrace.errors import InvalidRequest, ModelError, UnsupportedField
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, MediaPart, TextPart
 from headrace.types.media import MediaOptions
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 NUM_TOKENS = 6
 counter = iter(range(1_000_000))
 
@@ -69,12 +69,7 @@ async def prepared(served: Served, *content: MediaPart | str) -> GenerationReque
 
 async def answer(served: Served, request: GenerationRequest) -> tuple[list[int], int]:
     """The output's tokens, and how many of the prompt's were cached."""
-    tokens: list[int] = []
-    num_cached = 0
-    async for output in await served.engine.submit(replace(request, request_id=f"r{next(counter)}")):
-        tokens += output.token_ids
-        num_cached = output.num_cached_tokens
-    return tokens, num_cached
+    return await answer_to(served.engine, replace(request, request_id=f"r{next(counter)}"))
 
 
 async def test_chats_get_the_tokens_of_the_whole_prompt_alone_at_once_and_from_the_cache(served: Served) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.sparse_models import GREEDY, config, save, tokens
+from engine.asking import tokens
+from engine.sparse_models import config, save
 from engine.test_media import DATA, case_of, digested
 
 from headrace.config import Config, EngineConfig, ModelConfig
@@ -20,7 +21,7 @@ from headrace.engine.features import FeatureCache
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.draft import SparseDraft
 from headrace.state import disk_records, disk_times
-from headrace.types.request import GenerationRequest, SparseOptions
+from headrace.types.request import GREEDY, GenerationRequest, SparseOptions
 from headrace.types.status import WaitReason
 
 pytestmark = pytest.mark.anyio

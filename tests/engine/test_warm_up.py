@@ -39,13 +39,12 @@ from headrace.speculate.speculator import Speculator, Verified
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.model import TokenIds
-from headrace.types.request import Boundary, BoundaryKind, GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest, SamplingParams
 from headrace.types.status import WarmUpStatus
 from headrace.types.step import StepPlan
 
 pytestmark = [pytest.mark.anyio, pytest.mark.gpu]
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=30)
 TOKEN_BYTES = 10
 
