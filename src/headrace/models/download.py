@@ -128,12 +128,12 @@ def _fetch_large(repository: Repository, file: HubFile) -> None:
                 expected_size=file.num_bytes,
                 tqdm_class=_NoBar,
             )
-        if _sha256(partial) != file.blob:
+        if sha256_of(partial) != file.blob:
             partial.unlink()
             raise ModelError(f"{repository.name}: {file.name} came damaged and was deleted; fetch it again")
         partial.replace(blob)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

