@@ -1,9 +1,11 @@
-"""Pieces that know what they hold, and a store that counts them."""
+"""Pieces that know what they hold, and a maker that counts them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from weakref import WeakValueDictionary
 
 from headrace.prefix.key import Namespace
 from headrace.prefix.node import CutSpan, HeldPieces, Match, Piece
@@ -23,6 +25,10 @@ class MadeUpPiece:
     prefix: tuple[int, ...]
     start: int
     num_bytes: int
+    store: MadeUpStore = field(repr=False)
+
+    def split(self, num_tokens: int) -> tuple[MadeUpPiece, MadeUpPiece]:
+        return self.store.split(self, num_tokens)
 
     @property
     def is_snapshot(self) -> bool:
@@ -31,12 +37,17 @@ class MadeUpPiece:
 
 @dataclass
 class MadeUpStore:
-    """Fails when a piece is dropped or split that is not alive."""
+    """Makes pieces. live: those that somebody refers to."""
 
     bytes_per_token: int = 10
     snapshot_bytes: int = 50
-    live: list[MadeUpPiece] = field(default_factory=list)
     num_cut_tokens: int = 0
+    _made: WeakValueDictionary[int, MadeUpPiece] = field(default_factory=WeakValueDictionary)
+    _number: Iterator[int] = field(default_factory=count)
+
+    @property
+    def live(self) -> list[MadeUpPiece]:
+        return list(self._made.values())
 
     @property
     def num_bytes(self) -> int:
@@ -44,36 +55,27 @@ class MadeUpStore:
 
     def span(self, namespace: Namespace, prefix: Sequence[int], start: int) -> MadeUpPiece:
         num_bytes = (len(prefix) - start) * self.bytes_per_token + SPAN_OVERHEAD_BYTES
-        return self._made(MadeUpPiece(namespace, tuple(prefix), start, num_bytes))
+        return self._make(namespace, tuple(prefix), start, num_bytes)
 
     def snapshot(self, namespace: Namespace, prefix: Sequence[int]) -> MadeUpPiece:
-        return self._made(MadeUpPiece(namespace, tuple(prefix), len(prefix), self.snapshot_bytes))
+        return self._make(namespace, tuple(prefix), len(prefix), self.snapshot_bytes)
 
     def cutter(self, namespace: Namespace, key: Sequence[int]) -> CutSpan:
-        def cut(start: int, end: int) -> Piece:
+        def cut(start: int, end: int) -> MadeUpPiece:
             assert 0 <= start < end <= len(key)
             self.num_cut_tokens += end - start
             return self.span(namespace, key[:end], start)
 
         return cut
 
-    def split(self, span: Piece, num_tokens: int) -> tuple[Piece, Piece]:
-        piece = self._taken(span)
+    def split(self, piece: MadeUpPiece, num_tokens: int) -> tuple[MadeUpPiece, MadeUpPiece]:
         middle = piece.start + num_tokens
         assert piece.start < middle < len(piece.prefix)
         head = self.span(piece.namespace, piece.prefix[:middle], piece.start)
         return head, self.span(piece.namespace, piece.prefix, middle)
 
-    def drop(self, piece: Piece) -> None:
-        self._taken(piece)
-
-    def _made(self, piece: MadeUpPiece) -> MadeUpPiece:
-        self.live.append(piece)
-        return piece
-
-    def _taken(self, piece: Piece) -> MadeUpPiece:
-        assert isinstance(piece, MadeUpPiece)
-        self.live.remove(piece)  # raises if it isn't there: each piece goes once
+    def _make(self, namespace: Namespace, prefix: tuple[int, ...], start: int, num_bytes: int) -> MadeUpPiece:
+        piece = self._made[next(self._number)] = MadeUpPiece(namespace, prefix, start, num_bytes, self)
         return piece
 
 
@@ -87,7 +89,7 @@ class Shelf:
     tree: PrefixTree = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tree = PrefixTree(self.store, has_spans=self.has_spans, needs_snapshots=self.needs_snapshots)
+        self.tree = PrefixTree(has_spans=self.has_spans, needs_snapshots=self.needs_snapshots)
 
     def put(self, key: Sequence[int], snapshots: Sequence[int] = (), namespace: Namespace = HERE) -> None:
         """Insert a key with snapshots at some lengths, if the model needs any."""

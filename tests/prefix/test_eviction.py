@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
-from prefix.made_up import MadeUpPiece, MadeUpStore, Shelf, made_up_tokens
+from prefix.made_up import MadeUpStore, Shelf, made_up_tokens
 
 from headrace.prefix.budget import Kind, MemoryUsage
-from headrace.prefix.node import Piece
 
 SPAN_BYTES_PER_TOKEN = 20_000
 SNAPSHOT_BYTES = 60_000_000
@@ -53,33 +50,25 @@ def test_even_a_long_conversation_goes_when_it_is_old_enough(sort: str) -> None:
     assert shelf.length(long) == 0
 
 
-@dataclass
-class ChargingStore(MadeUpStore):
-    """Tells a usage what it holds."""
-
-    usage: MemoryUsage = field(default_factory=lambda: MemoryUsage(0))
-
-    def _made(self, piece: MadeUpPiece) -> MadeUpPiece:
-        self.usage.set_usage(Kind.RECORDS, self.usage.used(Kind.RECORDS) + piece.num_bytes)
-        return super()._made(piece)
-
-    def _taken(self, piece: Piece) -> MadeUpPiece:
-        self.usage.set_usage(Kind.RECORDS, self.usage.used(Kind.RECORDS) - piece.num_bytes)
-        return super()._taken(piece)
-
-
 @pytest.mark.parametrize("sort", sorted(SORTS))
 def test_sixty_distinct_prompts_stay_within_a_small_budget(sort: str) -> None:
     weights_bytes = 10**9
     one_prompt_bytes = 4_000 * SPAN_BYTES_PER_TOKEN + SNAPSHOT_BYTES + 3
     usage = MemoryUsage(weights_bytes + 8 * one_prompt_bytes)
     usage.set_usage(Kind.WEIGHTS, weights_bytes)
-    shelf = shelf_of(sort, ChargingStore(SPAN_BYTES_PER_TOKEN, SNAPSHOT_BYTES, usage=usage))
+    shelf = shelf_of(sort)
+
+    def evict(num_bytes: int) -> int:
+        num_freed = shelf.tree.evict(num_bytes)
+        usage.set_usage(Kind.RECORDS, shelf.store.num_bytes)
+        return num_freed
+
     for number in range(60):
         prompt = made_up_tokens(number, 4_000)
         assert shelf.length(prompt) == 0
-        assert usage.reclaim(one_prompt_bytes, shelf.tree.evict)
+        assert usage.reclaim(one_prompt_bytes, evict)
         shelf.put(prompt, [3_999])
+        usage.set_usage(Kind.RECORDS, shelf.store.num_bytes)
         assert usage.room() >= 0
         assert usage.used(Kind.RECORDS) == shelf.tree.num_bytes
         assert shelf.length(prompt) == 3_999

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 import pytest
-from prefix.made_up import HERE, THERE, MadeUpStore, Shelf, made_up_tokens
+from prefix.made_up import HERE, THERE, MadeUpPiece, MadeUpStore, Shelf, made_up_tokens
 
 from headrace.prefix.key import MediaKey, cache_key
 from headrace.prefix.node import Mismatch, Piece
@@ -183,7 +183,7 @@ def test_an_insertion_that_fails_leaves_the_tree_as_it_was() -> None:
     with pytest.raises(MemoryError):
         shelf.tree.insert(HERE, A[:500] + B, cut=cut, snapshots={1500: snapshot})
     assert snapshot in shelf.store.live  # still the caller's
-    shelf.store.drop(snapshot)
+    del snapshot
     assert shelf.tree.num_bytes == shelf.store.num_bytes
     assert shelf.tree.num_bytes - before == 3  # the span of A is in two parts now
     assert shelf.length(A + B) == 1000
@@ -201,15 +201,14 @@ def test_spans_cut_before_a_failure_are_not_leaked() -> None:
     snapshots: dict[int, Piece] = {one: shelf.store.snapshot(HERE, A[:one]) for one in (500, 1000)}
     with pytest.raises(MemoryError):
         shelf.tree.insert(HERE, A, cut=cut, snapshots=snapshots)
-    for snapshot in snapshots.values():
-        shelf.store.drop(snapshot)
+    snapshots.clear()
     assert shelf.store.live == []
     assert shelf.tree.summary().num_nodes == 0
 
 
 def test_a_split_that_fails_leaves_the_span_whole() -> None:
     class Failing(MadeUpStore):
-        def split(self, span: Piece, num_tokens: int) -> tuple[Piece, Piece]:
+        def split(self, piece: MadeUpPiece, num_tokens: int) -> tuple[MadeUpPiece, MadeUpPiece]:
             raise MemoryError
 
     shelf = Shelf(has_spans=True, needs_snapshots=False, store=Failing())
@@ -246,6 +245,7 @@ def test_a_locked_span_may_be_split_and_is_read_in_its_parts() -> None:
     held = shelf.tree.read(match)
     assert [(span.start, len(span.prefix)) for span in held.spans] == [(0, 200), (200, len(A))]
     shelf.check_held(held, A)
+    del held
     shelf.tree.unlock(match)
     shelf.tree.clear()
     assert shelf.store.live == []
@@ -367,7 +367,7 @@ def test_a_caller_may_give_the_key_as_a_list() -> None:
 
 def test_impossible_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="nothing to be stored"):
-        PrefixTree(MadeUpStore(), has_spans=False, needs_snapshots=False)
+        PrefixTree(has_spans=False, needs_snapshots=False)
     shelf = dense()
     cut = shelf.store.cutter(HERE, A)
     snapshot = shelf.store.snapshot(HERE, A)

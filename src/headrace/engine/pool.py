@@ -41,18 +41,6 @@ MAX_LOOKUPS = 20
 """The status shows so many of the latest lookups."""
 
 
-class RecordStore:
-    """Splits and drops the tree's pieces, which are records of states."""
-
-    def split(self, span: Piece, num_tokens: int) -> tuple[Piece, Piece]:
-        """Two copies instead of one record."""
-        assert isinstance(span, SpanRecord)
-        return span.split(num_tokens)
-
-    def drop(self, piece: Piece) -> None:
-        """Nothing to do: arrays go with the last reference."""
-
-
 def _is_near(length: int, snapshots: Collection[int]) -> bool:
     return any(0 <= length - each <= NEAR_TOKENS for each in snapshots)
 
@@ -182,7 +170,7 @@ class PrefixPool(PrefixCache):
         self._has_spans = has_spans
         self.needs_snapshots = needs_snapshots
         self._shortest_prefix = shortest_prefix
-        self._tree = PrefixTree(RecordStore(), has_spans=has_spans, needs_snapshots=needs_snapshots)
+        self._tree = PrefixTree(has_spans=has_spans, needs_snapshots=needs_snapshots)
         self._prompts: dict[str, _Prompt] = {}
         self._disk = disk
         self._lookups: deque[LookupStatus] = deque(maxlen=MAX_LOOKUPS)
@@ -274,7 +262,7 @@ class PrefixPool(PrefixCache):
     def insert_loaded(self, lookup: Lookup, load: Load) -> None:
         span, snapshot, length = load.span, load.snapshot, load.num_tokens
 
-        def cut(start: int, end: int) -> Piece:
+        def cut(start: int, end: int) -> SpanRecord:
             assert span is not None
             return span if (start, end) == (span.start, span.end) else span.part(start, end)
 
@@ -345,7 +333,7 @@ class PrefixPool(PrefixCache):
         namespace, prompt_key = prompt.lookup.namespace, prompt.lookup.key
         key = (*prompt_key, *token_ids[len(prompt_key) :])[:length]
 
-        def cut(start: int, end: int) -> Piece:
+        def cut(start: int, end: int) -> SpanRecord:
             for span in spans:
                 if span.start <= start and end <= span.end:
                     return span if (start, end) == (span.start, span.end) else span.part(start, end)

@@ -11,7 +11,7 @@ from headrace.prefix.key import Namespace
 
 
 class Piece(Protocol):
-    """An immutable stored part of a state. There are two kinds.
+    """An immutable stored part of a state, gone with its last reference. There are two kinds.
 
     A *span* holds the sliceable layers' state of consecutive tokens; a *snapshot* holds all windowed and opaque layers
     at exactly one length.
@@ -22,24 +22,15 @@ class Piece(Protocol):
         """Bytes held by the piece; constant."""
 
 
-class Store(Protocol):
-    """Creates and frees pieces. A tree owns the inserted ones and drops each exactly once.
+class Span(Piece, Protocol):
+    def split(self, num_tokens: int) -> tuple[Span, Span]:
+        """Two spans, of the first `num_tokens` tokens and of the rest; each has at least one. May raise.
 
-    Neither method may call the tree.
-    """
-
-    def split(self, span: Piece, num_tokens: int) -> tuple[Piece, Piece]:
-        """Replace a span by two, of the first `num_tokens` tokens and of the rest.
-
-        Both have at least one token. Eviction calls this too, when bytes are short: hold spans in blocks of tokens, so
-        that at most one block has to be copied. If it raises, the span must still be whole.
+        Eviction calls this too, when bytes are short.
         """
 
-    def drop(self, piece: Piece) -> None:
-        """Let go of a span or snapshot."""
 
-
-CutSpan = Callable[[int, int], Piece]
+CutSpan = Callable[[int, int], Span]
 """Makes the span of a sequence's tokens `start` to `end`. May raise; must not call the tree."""
 
 
@@ -52,7 +43,7 @@ class HeldPieces:
     """
 
     num_tokens: int
-    spans: tuple[Piece, ...]
+    spans: tuple[Span, ...]
     snapshot: Piece | None
 
 
@@ -73,7 +64,7 @@ class Node:
     end: int = 0
     parent: Node | None = None
     children: dict[int, Node] = field(default_factory=dict)
-    span: Piece | None = None
+    span: Span | None = None
     span_bytes: int = 0
     span_used: int = 0
     snapshot: Piece | None = None
@@ -104,38 +95,31 @@ def below(root: Node) -> Iterator[Node]:
 
 
 class NodeStorage:
-    """Keeps the byte count in step with the pieces, and drops useless leaves.
+    """Keeps the byte count in step with the pieces, and removes useless leaves.
 
     A leaf is useful if state can end there: a snapshot where the model needs them, else a span.
     """
 
-    def __init__(self, store: Store, *, needs_snapshots: bool) -> None:
-        self._store = store
+    def __init__(self, *, needs_snapshots: bool) -> None:
         self._needs_snapshots = needs_snapshots
         self.num_bytes = 0
         """Of all pieces held."""
 
-    def put_span(self, node: Node, span: Piece) -> None:
+    def put_span(self, node: Node, span: Span) -> None:
         node.span, node.span_bytes = span, span.num_bytes
         self.num_bytes += node.span_bytes
 
     def put_snapshot(self, node: Node, snapshot: Piece) -> None:
-        """Store a node's snapshot; if it has one already, drop the new one."""
-        if node.snapshot is not None:
-            self._store.drop(snapshot)
-            return
-        node.snapshot, node.snapshot_bytes = snapshot, snapshot.num_bytes
-        self.num_bytes += node.snapshot_bytes
+        """Store a node's snapshot, unless it has one already."""
+        if node.snapshot is None:
+            node.snapshot, node.snapshot_bytes = snapshot, snapshot.num_bytes
+            self.num_bytes += node.snapshot_bytes
 
     def drop_span(self, node: Node) -> None:
-        if node.span is not None:
-            self._store.drop(node.span)
         self.num_bytes -= node.span_bytes
         node.span, node.span_bytes = None, 0
 
     def drop_snapshot(self, node: Node) -> None:
-        if node.snapshot is not None:
-            self._store.drop(node.snapshot)
         self.num_bytes -= node.snapshot_bytes
         node.snapshot, node.snapshot_bytes = None, 0
 
@@ -145,7 +129,7 @@ class NodeStorage:
         The old node keeps the lower part, so locks, which start at the lower end, cover both.
         """
         assert node.parent is not None and 0 < num_tokens < len(node.edge)
-        pieces = self._store.split(node.span, num_tokens) if node.span is not None else None
+        pieces = node.span.split(num_tokens) if node.span is not None else None
         upper = Node(node.edge[:num_tokens], node.start + num_tokens, node.parent, num_locks=node.num_locks)
         upper.span_used = node.span_used
         node.parent.children[upper.edge[0]] = upper

@@ -1,6 +1,6 @@
 """The radix tree of stored prefixes.
 
-    tree = PrefixTree(store, has_spans=True, needs_snapshots=False)
+    tree = PrefixTree(has_spans=True, needs_snapshots=False)
     tree.match(namespace, key, limit) -> Match
     tree.use(match, counts=True)
     tree.lock(match), tree.unlock(match)
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from headrace.common_prefix import common_length
 from headrace.prefix.eviction import Eviction
 from headrace.prefix.key import Namespace
-from headrace.prefix.node import CutSpan, HeldPieces, Match, Mismatch, Node, NodeStorage, Piece, Store, below
+from headrace.prefix.node import CutSpan, HeldPieces, Match, Mismatch, Node, NodeStorage, Piece, Span, below
 from headrace.types.status import CacheStatus
 
 NO_SNAPSHOTS: Mapping[int, Piece] = {}
@@ -33,13 +33,13 @@ class PrefixTree:
     exists at any length; otherwise only at snapshots.
     """
 
-    def __init__(self, store: Store, *, has_spans: bool, needs_snapshots: bool) -> None:
+    def __init__(self, *, has_spans: bool, needs_snapshots: bool) -> None:
         """Raises ValueError for a model with neither kind of layer."""
         if not has_spans and not needs_snapshots:
             raise ValueError("a model without any state has nothing to be stored")
         self._has_spans = has_spans
         self._needs_snapshots = needs_snapshots
-        self._storage = NodeStorage(store, needs_snapshots=needs_snapshots)
+        self._storage = NodeStorage(needs_snapshots=needs_snapshots)
         self._roots: dict[Namespace, Node] = {}
         self._locked: set[Match] = set()
         self._clock = 0
@@ -152,7 +152,7 @@ class PrefixTree:
         Raises ValueError if they are gone.
         """
         self._check_held(match)
-        spans: list[Piece] = []
+        spans: list[Span] = []
         if self._has_spans:
             for node in match.node.path_to_root():
                 if node.span is not None and node.start < match.num_tokens:
@@ -183,10 +183,10 @@ class PrefixTree:
 
         key: of the computed tokens.
         cut: called for the spans that the tree lacks; required if the model has spans.
-        snapshots: by length; the tree takes them over and drops those it already has. Where the model needs snapshots,
+        snapshots: by length; the tree takes over those that it lacks. Where the model needs snapshots,
         nothing is stored beyond the last of them, because nothing could be restored there.
 
-        If `cut` or the store raises, the snapshots remain the caller's; spans made before stay if they are of use.
+        If `cut` or a split raises, the snapshots remain the caller's; spans made before stay if they are of use.
         Raises ValueError, and changes nothing, for arguments that don't fit the model or the key.
         """
         key = tuple(key)
