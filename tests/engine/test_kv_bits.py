@@ -12,7 +12,8 @@ import metal_forms
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.sparse_models import save, tokens
+from engine.asking import tokens
+from engine.sparse_models import save
 from models import tiny
 
 from headrace.backend import gated_delta
@@ -32,10 +33,9 @@ from headrace.speculate.depth import DepthPlanner
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.events import TokenLogprobs
-from headrace.types.request import GenerationRequest, SamplingParams
+from headrace.types.request import GREEDY, GenerationRequest
 from headrace.types.status import Phase
 
-GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 WIDE = "qwen3_5_wide"
 KINDS = {"dense": ("mistral", 8), "sliding window": ("gemma3_text", 4), "hybrid": (WIDE, 4)}
 slow = pytest.mark.slow
