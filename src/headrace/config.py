@@ -224,7 +224,8 @@ class ServerConfig:
     )
     handover_wait: float | None = knob(
         None,
-        "hand over requests whose first token others would delay by more than this, as far as that can be estimated",
+        "hand over requests whose first token others would delay by more than this, as far as that can be estimated, "
+        "or whose model takes longer to be loaded",
         metavar="SECONDS",
         minimum=0.0,
         needs="handover",

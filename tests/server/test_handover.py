@@ -9,6 +9,7 @@ import re
 import shutil
 import ssl
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,11 +25,15 @@ from loopback import serving
 
 from headrace.api.openai_chat import read_chat_completion
 from headrace.config import ServerConfig
-from headrace.errors import ConfigError, Overloaded
+from headrace.errors import ConfigError, ModelError, Overloaded
 from headrace.server import handover
 from headrace.server.handover import handover_target
 from headrace.server.log_format import FIELDS, JsonLines, TextLines
-from headrace.types.model import ModelTraits
+from headrace.session.model_entry import ModelEntry, ModelSource
+from headrace.session.models import Models
+from headrace.session.session import Session
+from headrace.types.memory import MemoryShare
+from headrace.types.model import ModelOutline, ModelTraits
 
 KEY = "sk-of-the-other-server"
 CLIENT_KEY = "sk-of-the-client"
@@ -124,6 +129,7 @@ class Here:
     other: Other
     engine: FakeEngine
     client: httpx.AsyncClient
+    models: Models | None = None
 
     async def ask(self, path: str = CHAT, **body: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {CLIENT_KEY}", "x-api-key": CLIENT_KEY}
@@ -134,7 +140,9 @@ class Here:
 
 
 @asynccontextmanager
-async def pair(script: Script, engine: FakeEngine | None = None, **knobs: Any) -> AsyncIterator[Here]:
+async def pair(
+    script: Script, engine: FakeEngine | None = None, models: Models | None = None, **knobs: Any
+) -> AsyncIterator[Here]:
     engine = engine or FakeEngine("hi", (END,))
     other = Other(script)
     listening = await asyncio.start_server(other.connected, "127.0.0.1", 0)
@@ -143,10 +151,10 @@ async def pair(script: Script, engine: FakeEngine | None = None, **knobs: Any) -
     config = ServerConfig(handover_key_env="OTHER_KEY", api_key=CLIENT_KEY, **settings)
     async with (
         listening,
-        serving(fake_session(engine), config) as url,
+        serving(models or fake_session(engine), config) as url,
         httpx.AsyncClient(base_url=url, timeout=30, verify=False) as client,
     ):
-        yield Here(other, engine, client)
+        yield Here(other, engine, client, models)
 
 
 @pytest.fixture(autouse=True)
@@ -327,6 +335,122 @@ def test_a_request_that_would_wait_too_long_is_handed_over_and_one_of_unknown_wa
                 here.engine.wait_s = wait_s
                 answers.append(text_of(await here.ask(**chat("short"))))
             assert answers == ["hi", "hi", "hi", "from there"]
+
+    run(scenario())
+
+
+class SlowModel:
+    """A model that is loaded once `may_load` is set."""
+
+    def __init__(self) -> None:
+        self.may_load = threading.Event()
+        self.num_loads = 0
+        self.engine = FakeEngine("hi", (END,))
+        self.models = Models([ModelEntry(("any",), ModelSource("any", lambda: 0, self._load, ModelOutline))])
+
+    def _load(self, share: MemoryShare | None) -> Session:
+        assert self.may_load.wait(60)
+        self.num_loads += 1
+        return fake_session(self.engine)
+
+    @property
+    def num_users(self) -> int:
+        return self.models.entries[0].num_users
+
+
+async def answers_both_ways(request: Request, writer: asyncio.StreamWriter) -> None:
+    script = streams(CHUNK, LAST, DONE) if request.json.get("stream") else says(reply(json.dumps(WHOLE).encode()))
+    await script(request, writer)
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.05])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_model_is_loaded_for_too_long_is_handed_over_and_the_load_goes_on(
+    wait_s: float, stream: bool
+) -> None:
+    async def scenario() -> None:
+        slow = SlowModel()
+        async with pair(answers_both_ways, models=slow.models, handover_tokens=None, handover_wait=wait_s) as here:
+            for _ in range(2):
+                assert text_of(await here.ask(**chat("short", stream=stream))) == "from there"
+            assert slow.num_users == 0
+            slow.may_load.set()
+            while slow.models.entries[0].session is None:
+                await asyncio.sleep(0.01)
+            assert text_of(await here.ask(**chat("short", stream=stream))) == "hi"
+            assert slow.num_loads == 1
+            assert len(here.other.requests) == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_it_is_answered_here_after_the_load_if_the_other_server_fails(stream: bool) -> None:
+    async def scenario() -> None:
+        slow = SlowModel()
+
+        async def script(request: Request, writer: asyncio.StreamWriter) -> None:
+            writer.write(reply(b"{}", "500 Internal Server Error"))
+            slow.may_load.set()
+
+        async with pair(script, models=slow.models, handover_tokens=None, handover_wait=0.0) as here:
+            assert text_of(await here.ask(**chat(stream=stream))) == "hi"
+            assert len(here.other.requests) == len(slow.engine.requests) == 1
+
+    run(scenario())
+
+
+def test_a_load_that_fails_while_the_other_server_fails_is_the_request_s_error() -> None:
+    async def scenario() -> None:
+        def load(share: MemoryShare | None) -> Session:
+            raise ModelError("no such tensor")
+
+        models = Models([ModelEntry(("any",), ModelSource("any", lambda: 0, load, ModelOutline))])
+        script = says(reply(b"{}", "500 Internal Server Error"))
+        async with pair(script, models=models, handover_tokens=None, handover_wait=0.0) as here:
+            response = await here.ask(**chat())
+            assert response.status_code == 503
+            assert "no such tensor" in response.json()["error"]["message"]
+
+    run(scenario())
+
+
+def test_without_a_limit_of_the_wait_the_load_is_waited_for_and_the_tokens_decide() -> None:
+    async def scenario() -> None:
+        slow = SlowModel()
+        async with pair(answers_both_ways, models=slow.models) as here:
+            asking = [asyncio.create_task(here.ask(**chat(text))) for text in (LONG, "short")]
+            while slow.num_users < 2:
+                await asyncio.sleep(0.01)
+            slow.may_load.set()
+            assert [text_of(await each) for each in asking] == ["from there", "hi"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("how", ["disconnect", "cancel"])
+def test_one_that_is_ended_meanwhile_waits_for_nothing_any_more(stream: bool, how: str) -> None:
+    async def scenario() -> None:
+        slow = SlowModel()
+        async with pair(silence, models=slow.models, handover_tokens=None, handover_wait=0.0) as here:
+            headers = {"authorization": f"Bearer {CLIENT_KEY}", "x-request-id": "mine"}
+            asking = asyncio.create_task(here.client.post(CHAT, json=chat(stream=stream), headers=headers))
+            while not here.other.requests:
+                await asyncio.sleep(0.01)
+            status = await here.status()
+            assert [each["phase"] for each in status["requests"]] == ["handed_over"]
+            assert status["num_waiting"] == 0
+            if how == "disconnect":
+                asking.cancel()
+            else:
+                del headers["x-request-id"]
+                ended = await here.client.post("/v1/requests/mine/cancel", headers=headers)
+                assert ended.status_code == 200
+                assert "cancelled" in (await asking).text
+            while slow.num_users or here.other.num_open:
+                await asyncio.sleep(0.01)
+            slow.may_load.set()
 
     run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
@@ -103,6 +104,7 @@ class _Answer:
     waits: for its model to be loaded, which `events` do first. encoder: made anew after that, because an answer may
     show defaults of its model.
     offer: to hand the request over; None for one that is answered here. is_elsewhere: it is handed over.
+    loading: still waits for the model of a request that is handed over.
     refusal: why the request can only be handed over, which ends it if that fails.
     """
 
@@ -114,12 +116,20 @@ class _Answer:
     waits: bool
     offer: Offer | None = None
     is_elsewhere: bool = False
+    loading: asyncio.Task[Forecast] | None = None
     refusal: ContextTooLong | None = None
     events: AsyncGenerator[Event, None] = field(init=False)
 
     @property
     def sender(self) -> AnswerEncoder | ForeignAnswer:
         return self.offer.foreign if self.offer is not None and self.is_elsewhere else self.encoder
+
+    async def aclose(self) -> None:
+        """End what works on it here."""
+        if self.loading is not None:
+            self.loading.cancel()
+            await asyncio.gather(self.loading, return_exceptions=True)
+        await self.events.aclose()
 
 
 class AnswerRoute(Generic[Asked]):
@@ -215,7 +225,7 @@ class AnswerRoute(Generic[Asked]):
             started = await while_connected(request.receive, _first(answer))
         return EventStream(
             _pieces(answer, started),
-            answer.events,
+            answer,
             headers=answer.headers,
             ping=lambda: answer.sender.ping(),
             ping_interval_s=self._config.ping_interval_s,
@@ -229,14 +239,11 @@ async def _goes_elsewhere(answer: _Answer) -> bool:
     """Whether the request is handed over; if not, or if that fails, its events go on here."""
     if answer.offer is None:
         return False
-    try:
-        forecast = await anext(answer.events)
-    except ContextTooLong as error:
-        if error.num_tokens is None:
-            raise
-        answer.refusal, forecast = error, Forecast(error.num_tokens, error.num_tokens, None)
-    assert isinstance(forecast, Forecast), "what was asked for"
-    if answer.offer.wants(forecast):
+    if answer.waits and answer.offer.load_limit_s is not None:
+        forecast = await _forecast_soon(answer, answer.offer.load_limit_s)
+    else:
+        forecast = await _forecast(answer)
+    if forecast is None or answer.offer.wants(forecast):
         answer.is_elsewhere = True
         answer.headers = {}  # the fields that are unknown here may be known there
         return True
@@ -244,6 +251,24 @@ async def _goes_elsewhere(answer: _Answer) -> bool:
     if answer.refusal is not None:
         raise answer.refusal
     return False
+
+
+async def _forecast(answer: _Answer) -> Forecast:
+    try:
+        forecast = await anext(answer.events)
+    except ContextTooLong as error:
+        if error.num_tokens is None:
+            raise
+        answer.refusal, forecast = error, Forecast(error.num_tokens, error.num_tokens, None)
+    assert isinstance(forecast, Forecast), "what was asked for"
+    return forecast
+
+
+async def _forecast_soon(answer: _Answer, limit_s: float) -> Forecast | None:
+    """None if its model is still being loaded after so many seconds; the load goes on."""
+    answer.loading = asyncio.create_task(_forecast(answer))
+    await asyncio.wait({answer.loading}, timeout=limit_s)
+    return answer.loading.result() if answer.loading.done() else None
 
 
 async def _pieces(answer: _Answer, started: Event | None) -> AsyncGenerator[bytes, None]:
@@ -259,7 +284,7 @@ async def _pieces(answer: _Answer, started: Event | None) -> AsyncGenerator[byte
             try:
                 async with aclosing(answer.offer.pieces()) as pieces:
                     async for piece in pieces:
-                        await answer.events.aclose()  # nothing will be generated here
+                        await answer.aclose()  # nothing will be generated here
                         yield piece
                 return
             except HandoverFailed:
@@ -295,7 +320,7 @@ def _failure(answer: _Answer, error: HeadraceError) -> bytes:
 
 async def _collect(answer: _Answer) -> dict[str, Any]:
     """The whole answer."""
-    async with aclosing(answer.events):
+    async with aclosing(answer):
         if answer.offer is not None and await _goes_elsewhere(answer):
             with suppress(HandoverFailed):
                 return await answer.offer.whole()
@@ -307,6 +332,8 @@ async def _collect(answer: _Answer) -> dict[str, Any]:
 
 
 async def _first(answer: _Answer) -> Event:
+    if answer.loading is not None:
+        await answer.loading
     if answer.refusal is not None:
         raise answer.refusal
     event = await anext(answer.events)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -48,6 +48,10 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+class Closable(Protocol):
+    def aclose(self) -> Awaitable[object]: ...
+
+
 class EventStream(Response):
     """A stream of server-sent events with keep-alives, which ends as soon as the client disconnects.
 
@@ -65,7 +69,7 @@ class EventStream(Response):
     def __init__(
         self,
         pieces: AsyncGenerator[bytes, None],
-        source: AsyncGenerator[Any, None],
+        source: Closable,
         *,
         headers: dict[str, str],
         ping: Callable[[], bytes],

@@ -31,6 +31,7 @@ from headrace.config_loading import secret_in
 from headrace.errors import ConfigError, HandoverBroken, RequestCancelled
 from headrace.server.bookkeeping import RequestRecord
 from headrace.server.model_calls import Body
+from headrace.server.outgoing import send
 from headrace.server.session_header import SESSION_HEADERS
 from headrace.types.chat import ChatRequest, CompletionRequest, MediaPart
 from headrace.types.events import Forecast, Usage
@@ -160,9 +161,13 @@ class Handover:
         if self.http is None:
             return status
         routes = dict(status.counters.routes) | {Route.HANDOVER: self._num_requests}
+        # Until the other server answers, a request may also wait for its model here, under its client's id.
+        handed_over = {offer.client_id for offer in self._running.values()}
+        here = [each for each in status.requests if each.request_id not in handed_over]
         return replace(
             status,
-            requests=(*status.requests, *(offer.status() for offer in self._running.values())),
+            num_waiting=status.num_waiting - len(status.requests) + len(here),
+            requests=(*here, *(offer.status() for offer in self._running.values())),
             counters=replace(status.counters, routes=tuple(routes.items())),
             handover=HandoverStatus(len(self._running), self._num_requests, self._num_failures),
         )
@@ -182,6 +187,7 @@ class Offer:
         engine_ids: Sequence[str],
     ) -> None:
         self.request_id: str = call.request.request_id
+        self.client_id = record.request_id
         self.engine_ids = engine_ids
         self.foreign = foreign
         self._handover = handover
@@ -213,6 +219,11 @@ class Offer:
             if is_message:
                 headers["x-api-key"] = target.key
         return headers
+
+    @property
+    def load_limit_s(self) -> float | None:
+        """How long it waits for its model to be loaded before it is handed over; None for as long as that takes."""
+        return self._handover.wait_s
 
     def wants(self, forecast: Forecast) -> bool:
         """Whether the request is to be handed over."""
@@ -269,7 +280,7 @@ class Offer:
         changed = await self._body.read(partial(foreign_body, model=self._handover.model))
         content = self._body.sent if changed is None else changed
         sent = http.build_request("POST", target.url + self.foreign.path, content=content, headers=self._headers)
-        response = await self._limited(http.send(sent, stream=True))
+        response = await self._limited(send(http, sent))
         if response.status_code != httpx.codes.OK:
             await response.aclose()
             raise httpx.HTTPStatusError(f"status {response.status_code}", request=sent, response=response)
