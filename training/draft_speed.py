@@ -1,14 +1,14 @@
-"""What drafts are worth: tokens per second with and without them, by job and by the number of rows.
+"""Tokens per second with and without drafts, by job and by the number of rows.
 
     python -m training.draft_speed [--jobs talk random] [--rows 1 4 8] [--tokens 256] [--repeats 5] [--model FOLDER]
         [--draft-model miniature-draft]
 
-Each row asks for one answer after another, each to its own end, so that no text counts that the model was not taught to
-say, until the rows have `--tokens` tokens each. What is timed is each answer from its first token to its last. Each
-figure is the median of ratios within one run: the same requests without drafts and with them, in turn, after rounds of
-both that build what they need. Text of the miniature's own jobs is easy to draft for; random prompts give text that is
-hard to, which goes on to the full length. The drafts are the prediction head's, or with --draft-model that model's. Of
-a larger model's costs tells what `training.widened` makes of the miniature, as --model.
+Each row asks for one answer after another, each to its own end, so that only text that the model has learned counts,
+until the rows have `--tokens` tokens each. Each answer is timed from its first token to its last. Each figure is the
+median of ratios within one run: the same requests without drafts and with them, in turn, after rounds of both as
+warm-up. Text of the miniature's own jobs is easy to draft for; text after random prompts is hard, and goes on to the
+full length. The drafts are the prediction head's, or with --draft-model that model's. --model can be what
+`training.widened` makes of the miniature, which costs as much as a large model.
 """
 
 import argparse
@@ -63,17 +63,17 @@ class Round:
         return self.num_tokens / self.seconds
 
 
-async def answer(engine: Engine, request: GenerationRequest, told: Round) -> None:
-    """Decode one request, counted into `told` from its second output on."""
+async def answer(engine: Engine, request: GenerationRequest, total: Round) -> None:
+    """Decode one request, counted into `total` from its second output on."""
     last: float | None = None
     async for output in await engine.submit(request):
         now = time.perf_counter()
         if last is not None:
-            told.seconds += now - last
-            told.num_tokens += len(output.token_ids)
-            told.num_drafted += output.num_drafted
-            told.num_accepted += output.num_accepted
-            told.num_outputs += 1
+            total.seconds += now - last
+            total.num_tokens += len(output.token_ids)
+            total.num_drafted += output.num_drafted
+            total.num_accepted += output.num_accepted
+            total.num_outputs += 1
         last = now
 
 
@@ -82,21 +82,21 @@ async def run(
 ) -> Round:
     """Each row's prompts one after another, greedy, until all rows together have enough. stop: what ends an answer."""
     sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
-    told = Round()
+    total = Round()
 
     async def row(number: int) -> None:
         for turn, each in enumerate(itertools.cycle(prompts[number])):
-            if told.num_tokens >= num_tokens * len(prompts):
+            if total.num_tokens >= num_tokens * len(prompts):
                 return
             name = f"{depth} {number} {turn}"
             await answer(
                 engine,
                 GenerationRequest(name, each, sampling, num_tokens, frozenset([stop]), max_draft_tokens=depth),
-                told,
+                total,
             )
 
     await asyncio.gather(*(row(number) for number in range(len(prompts))))
-    return told
+    return total
 
 
 async def measure(engine: Engine, jobs: list[str], rows: list[int], num_tokens: int, repeats: int) -> None:

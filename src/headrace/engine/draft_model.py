@@ -75,9 +75,9 @@ def _place(ids: Mapping[str, int], token: str) -> str:
 def _token_ids(directory: Path) -> dict[str, int]:
     path = directory / "tokenizer.json"
     try:
-        said: Any = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary: Any = said["model"]["vocab"]
-        added = {one["content"]: int(one["id"]) for one in said.get("added_tokens") or ()}
+        tokenizer: Any = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary: Any = tokenizer["model"]["vocab"]
+        added = {one["content"]: int(one["id"]) for one in tokenizer.get("added_tokens") or ()}
         if isinstance(vocabulary, dict):
             return {**vocabulary, **added}
         return {**{piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}, **added}

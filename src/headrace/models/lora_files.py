@@ -57,9 +57,9 @@ class AdapterFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What a config says: the factor of a module's product by its path and rank, and what to expect of the tensors.
+    """From the config. scale: the factor of a module's product, by its path and rank.
 
-    rank: None if it differs by module.
+    rank: None if it differs by module. is_dora: whether there are magnitudes.
     """
 
     scale: Callable[[str, int], float]
@@ -258,7 +258,7 @@ _PEFT_PARTS: dict[str, tuple[str, bool]] = {
     "base_layer.weight": ("weight", False),
     "bias": ("bias", False),
 }
-"""By the end of a tensor's name what it is, and whether it is transposed here."""
+"""By the end of a tensor's name: the part, and whether it is transposed here."""
 
 
 def _peft_part(name: str, tensor: mx.array) -> tuple[str, str, mx.array]:
