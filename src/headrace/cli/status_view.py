@@ -153,8 +153,9 @@ def _server_lines(body: Body, url: str) -> Iterator[str]:
     yield f"{what} at {url}: {state}, up {uptime}, Headrace {body['version']}"
     if several:
         yield from map(_model_line, body["models"])
-        yield ""
     if model["max_model_len"] is not None:
+        if several:
+            yield ""
         about = "; ".join((f"context {model['max_model_len']:,} tokens", *model["report"][:1]))
         yield f"{name}: {about}" if several else about
 
