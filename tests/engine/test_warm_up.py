@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from engine.sparse_models import name_tokens
@@ -155,6 +156,24 @@ async def test_a_row_moves_to_a_larger_slot_and_one_is_restored(qwen3: Path, mon
     assert grown.called
     # the whole prompt but its last token
     assert [call.args[1] for call in restored.call_args_list if call.args[1] > 200]
+
+
+async def test_the_tokens_of_rows_that_do_not_fill_their_size_are_gathered(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[int] = []
+    filled = compiled._filled
+
+    def note(array: mx.array, axis: int, length: int) -> mx.array:
+        if array.ndim == 1 and array.shape[axis] < length:
+            gathered.append(array.shape[axis])
+        return filled(array, axis, length)
+
+    monkeypatch.setattr(compiled, "_filled", note)
+    engine = launch(qwen3, max_num_seqs=8)
+    wait_until_warm(engine)
+    engine.stop()
+    assert 5 in gathered, "five rows are padded to six"
 
 
 async def test_steps_that_are_built_again_are_counted(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:

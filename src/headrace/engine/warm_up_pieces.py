@@ -99,6 +99,8 @@ def pieces_for(
     few = SMALLEST_CAPACITY - len(_PLAIN_STEPS) // 2
     if few <= chunk_tokens:
         found.append(WarmUpPiece(1, few, drafts=_PLAIN_STEPS, joining=few * caches, num_snapshots=int(caches)))
+    # rows that don't fill their size: their tokens are gathered on the device, and its kernel is built at the first use
+    found += [WarmUpPiece(rows, drafts=_PLAIN_STEPS) for rows in range(1, max_rows + 1) if padded_rows(rows) > rows][:1]
     if max_rows > 1:  # beside a row with drafts, or without
         drafts = (RowDrafts(max_drafts, by_model=True),) if max_drafts else ()
         found.append(WarmUpPiece(2, drafts=drafts, joining=PROMPT_TOKENS))
