@@ -179,18 +179,6 @@ class ServerConfig:
     strict_model_name: bool | None = knob(
         None, "old name of the opposite of --any-model-name, which is now automatic; gone in the next version"
     )
-    ranks: str | None = knob(
-        None,
-        "split the model over several devices: a number of processes on this host, or a JSON file of hosts as for "
-        "mlx.launch",
-        metavar="N|FILE",
-    )
-    ranks_backend: str = knob(
-        "auto",
-        "what connects the ranks; auto is nccl on NVIDIA GPUs, ring elsewhere; jaccl is untested",
-        choices=("auto", "ring", "nccl", "jaccl"),
-        needs="ranks",
-    )
     allowed_origin: tuple[str, ...] = knob((), "browser origin that may call the server, repeatable", metavar="URL")
     page: str = knob("on", "serve a page at / to chat and to watch the engine", choices=("on", "off"))
     max_body_bytes: int = knob(64 * 1024 * 1024, "largest request body", metavar="BYTES", minimum=1)
@@ -250,6 +238,24 @@ class ServerConfig:
         choices=("debug", "info", "warning", "error"),
     )
     verbose: bool = knob(False, "print at start-up how each part of the model runs, as `headrace doctor MODEL` does")
+
+
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """The processes that share one model."""
+
+    ranks: str | None = knob(
+        None,
+        "split the model over several devices: a number of processes on this host, or a JSON file of hosts as for "
+        "mlx.launch",
+        metavar="N|FILE",
+    )
+    ranks_backend: str = knob(
+        "auto",
+        "what connects the ranks; auto is nccl on NVIDIA GPUs, ring elsewhere; jaccl is untested",
+        choices=("auto", "ring", "nccl", "jaccl"),
+        needs="ranks",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +360,7 @@ class Config:
     models: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    split: SplitConfig = SplitConfig()
     media: MediaConfig = MediaConfig()
     defaults: DefaultsConfig = DefaultsConfig()
     chat: ChatConfig = ChatConfig()
@@ -365,6 +372,7 @@ SECTIONS: Mapping[str, type] = {
     "models": ModelConfig,
     "engine": EngineConfig,
     "server": ServerConfig,
+    "split": SplitConfig,
     "media": MediaConfig,
     "defaults": DefaultsConfig,
     "chat": ChatConfig,
@@ -372,7 +380,7 @@ SECTIONS: Mapping[str, type] = {
     "replicas": ReplicasConfig,
 }
 
-SERVED = ("models", "engine", "server", "media", "defaults")
+SERVED = ("models", "engine", "server", "split", "media", "defaults")
 
 
 def served_knobs() -> tuple[Knob, ...]:

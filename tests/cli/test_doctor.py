@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,9 @@ from headrace.cli.doctor import Resources, resources
 from headrace.cli.fit import fit
 from headrace.cli.main import main
 from headrace.engine.memory import CONTEXT_STEP
+from headrace.errors import ModelError
 from headrace.models.built_in import MINIATURE
-from headrace.models.preview import Preview, foresee, preview_folder
+from headrace.models.preview import Preview, foresee, foresee_split, preview_folder
 from headrace.models.source import ModelFiles, read_files
 
 GB = 1_000_000_000
@@ -81,6 +83,42 @@ def test_weights_that_a_cpu_widens_count_as_wide() -> None:
     assert next(fit(preview(5 * GB), large, 0.9, "auto").lines()).startswith(
         "fits: 5.00 GB of weights (32.12 GB in float32), 57.60 GB of memory"
     )
+
+
+def test_what_each_rank_would_hold_of_a_split_model_is_foreseen_without_weights() -> None:
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336  # attention, with 8 of 32 heads for keys, and MLP
+    whole = 2 * 128256 * 4096 + (2 * 32 + 1) * 4096  # embeddings, output and norms
+    for num_ranks in (2, 4):
+        split = foresee_split(preview(0).files, num_ranks)
+        assert split.share == pytest.approx((whole + 32 * layer / num_ranks) / (whole + 32 * layer))
+        assert [each.width for each in split.collectives] == [4096] * 64
+    with pytest.raises(ModelError, match=r"m can't be split over 3 ranks: Attention has 32 heads"):
+        foresee_split(preview(0).files, 3)
+
+
+def test_ranks_are_compared_and_their_link_is_measured() -> None:
+    words = [sys.executable, "-m", "headrace", "doctor", "miniature", "--ranks", "2"]  # MLX connects a process once
+    out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert "ranks: 2 over ring" in out
+    assert len(re.findall(r"^rank [01]: \S+, .* available; headrace .*, mlx-lm ", out, re.MULTILINE)) == 2
+    assert re.search(r"^link: \d+ µs for a sum of 8 KiB, [\d.]+ GB/s in one of 16 MiB$", out, re.MULTILINE)
+    assert re.search(r"^split: each rank holds .* \(\d+%\)$", out, re.MULTILINE)
+    assert "collectives: 16 for a token" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["miniature", "--ranks", "5"], "headrace-miniature can't be split over 5 ranks: GatedDeltaNet has 2 heads"),
+        (["--ranks", "nowhere.json"], "nowhere.json is no number, and no file can be read there"),
+        (["--ranks-backend", "ring"], "--ranks-backend has no effect without --ranks"),
+    ],
+)
+def test_a_layout_that_can_not_be_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_what_is_still_to_be_fetched_must_fit_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:

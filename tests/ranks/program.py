@@ -15,6 +15,8 @@ from headrace.cli.configured import configured_text_pipeline
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import memory, prepare
 from headrace.engine.engine import Engine
+from headrace.engine.mirror import Execute, Know
+from headrace.ranks.channel import Ranks
 from headrace.ranks.layout import read_layout
 from headrace.ranks.start import start_ranks
 from headrace.types.request import (
@@ -108,6 +110,35 @@ async def run(split: Engine, whole: Engine, planned: list[Planned]) -> dict[str,
     }
 
 
+def sizes(sent: list[tuple[object, int]]) -> dict[str, int]:
+    """The most bytes that rank 0 sent for a step and for a request, besides 4 for each token of a step's chunks that
+    is not of the prompt, and 5 for each of a request's prompt."""
+    steps = [0]
+    requests = []
+    for message, num_bytes in sent:
+        if isinstance(message, Know):
+            requests.append(num_bytes - 5 * len(message.request.prompt))
+            continue
+        if isinstance(message, Execute):
+            steps.append(0)
+        steps[-1] += num_bytes
+    return {"most_step_bytes": max(steps[1:]), "most_request_bytes": max(requests)}
+
+
+def record(ranks: Ranks) -> list[tuple[object, int]]:
+    """What rank 0 sends from now on, with its bytes."""
+    sent: list[tuple[object, int]] = []
+    tell = ranks.tell
+
+    def recorded(message: object) -> None:
+        before = ranks.traffic.num_bytes
+        tell(message)
+        sent.append((message, ranks.traffic.num_bytes - before))
+
+    ranks.tell = recorded  # type: ignore[method-assign]
+    return sent
+
+
 def main(model: str, seed: int, number: int) -> None:
     config = Config(
         model, ModelConfig(vision="off"), EngineConfig(max_num_seqs=4, prefill_chunk=64, gpu_memory_utilization=0.5)
@@ -120,11 +151,12 @@ def main(model: str, seed: int, number: int) -> None:
     # drafts seem to cost nothing, on all ranks, so that there are always some
     prepare.LeadingRunner.step_s = property(lambda runner: 1.0)  # type: ignore[assignment]
     split = Engine.launch(config, text.constraints, ranks=ranks)
+    sent = record(ranks)
     planned = plan(seed, number, whole.model.tokens.end, frozenset(whole.model.eos_token_ids))
     found = asyncio.run(run(split, whole, planned))
+    found |= sizes(sent)
     split.stop()
     whole.stop()
-    found["bytes_per_message"] = ranks.traffic.num_bytes / ranks.traffic.num_messages
     sys.stdout.write(json.dumps(found) + "\n")
 
 

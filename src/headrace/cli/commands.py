@@ -64,8 +64,9 @@ def _parse_doctor(words: Sequence[str]) -> Any:
     return load_config(
         words,
         program="headrace doctor",
-        about="Say what this machine can do and, with MODEL, how that model would run on it.",
-        sections=("doctor", "models", "engine"),
+        about="Say what this machine can do and, with MODEL, how that model would run on it; with --ranks also how it "
+        "would be split, and how fast the ranks are connected.",
+        sections=("doctor", "models", "engine", "split"),
         default_model="",
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.backend.device import Device, available_memory_bytes, current
 from headrace.backend.doctor import compiler, machine_report
 from headrace.cli.configured import configured_session, configured_text_pipeline, without_missing_vision
+from headrace.cli.doctor_ranks import rank_lines
 from headrace.cli.doctor_report import write_report
 from headrace.cli.fit import existing, fit, gb
 from headrace.cli.installed import backends_advice, installed_backends, vision_advice
@@ -78,7 +79,10 @@ def run(config: Config) -> None:
     found = resources(current(), Path(config.models.model_folder).expanduser())
     for line in found.lines():
         print(line, flush=True)
-    if config.model:
+    if config.split.ranks is not None:
+        for line in rank_lines(config, preview(config) if config.model else None):
+            print(line, flush=True)
+    elif config.model:
         _report_model(config, found)
     if config.doctor.report is not None:
         print(f"measuring for up to five minutes, for {config.doctor.report}", flush=True)

@@ -40,6 +40,10 @@ def _run(invitation: Invitation) -> int:
     ranks = invitation.accept()
     engine_module, configured = import_module("headrace.engine.engine"), import_module("headrace.cli.configured")
     config = ranks.hear()
+    check = import_module("headrace.engine.rank_check")
+    if isinstance(config, check.RankCheck):
+        check.check_ranks(ranks, config.config)
+        return 0 if ranks.hear() is None else 2
     logger.setLevel(config.server.log_level.upper())
     text = configured.configured_text_pipeline(config)
     engine = engine_module.Engine.launch(config, text.constraints, ranks=ranks)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from headrace.backend.device import current
 from headrace.cli.configured import configured_session, configured_text_pipeline, without_missing_vision
 from headrace.cli.progress import loading_text, preparing_text
 from headrace.cli.progress_line import Waiting
@@ -16,12 +15,11 @@ from headrace.cli.serve_plan import PlannedModel, ServePlan
 from headrace.config import Config, ServerConfig
 from headrace.config_loading import with_suggestion
 from headrace.engine.engine import Engine, device_memory
-from headrace.engine.group import refuse_with_ranks
+from headrace.engine.group import ranks_layout, refuse_with_ranks
 from headrace.engine.model_files import held_weights_bytes, local_files, model_name
 from headrace.engine.turns import DeviceTurns
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.ranks.channel import Ranks
-from headrace.ranks.layout import read_layout
 from headrace.ranks.start import start_ranks
 from headrace.session.embeddings import AnySession
 from headrace.session.model_entry import ModelEntry, ModelSource
@@ -41,7 +39,7 @@ def served_models(plan: ServePlan) -> Models:
     _check(entries, plan.config.server.keep)
     total = None
     if len(entries) > 1:
-        if any(planned.config.server.ranks is not None for planned in plan.models):
+        if any(planned.config.split.ranks is not None for planned in plan.models):
             raise ConfigError("--ranks splits one model, and several are served")
         kinds = {planned.config.models.numerics for planned in plan.models}
         if len(kinds) > 1:
@@ -118,13 +116,10 @@ def load_session(config: Config, turns: DeviceTurns, share: MemoryShare | None) 
 
 def other_ranks(config: Config) -> Ranks | None:
     """Start the processes that share the model; None where it is not split. Raises ConfigError."""
-    if config.server.ranks is None:
+    if config.split.ranks is None:
         return None
     refuse_with_ranks(config)
-    backend = config.server.ranks_backend
-    if backend == "auto":
-        backend = "nccl" if current().kind == "cuda" else "ring"
-    ranks = start_ranks(read_layout(config.server.ranks, backend))
+    ranks = start_ranks(ranks_layout(config.split))
     # the server's key and addresses stay here
     ranks.tell(replace(config, server=ServerConfig(log_level=config.server.log_level)))
     return ranks

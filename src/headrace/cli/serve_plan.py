@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def _only(model: PlannedModel, config: Config) -> PlannedModel:
 
 
 def _with_model(config: Config, word: str) -> Config:
-    return Config(word, config.models, config.engine, config.server, config.media, config.defaults)
+    return replace(config, model=word)
 
 
 def _for_models(layer: Layer) -> Layer:

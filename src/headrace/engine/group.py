@@ -8,22 +8,22 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 
 import mlx.core as mx
 
 from headrace.backend import device
 from headrace.backend.doctor import package_versions
-from headrace.config import Config
+from headrace.config import Config, SplitConfig
 from headrace.config_loading import set_variables
 from headrace.engine.mirror import Lead
 from headrace.engine.rank_meter import RankMeter, rank_status
 from headrace.errors import ConfigError, ModelError
 from headrace.models.collectives import Collective, time_collectives
-from headrace.models.fingerprint import add_files
+from headrace.models.fingerprint import files_digest
 from headrace.models.source import ModelFiles
 from headrace.ranks.channel import Ranks
+from headrace.ranks.layout import Layout, read_layout
 
 
 class Together:
@@ -64,6 +64,15 @@ class Together:
         return num_bytes if self._ranks is None else min(self._ranks.all(num_bytes))
 
 
+def ranks_layout(config: SplitConfig) -> Layout:
+    """Raises ConfigError."""
+    assert config.ranks is not None, "only of a model that is split"
+    backend = config.ranks_backend
+    if backend == "auto":
+        backend = "nccl" if device.device_kind() == "cuda" else "ring"
+    return read_layout(config.ranks, backend)
+
+
 def refuse_with_ranks(config: Config) -> None:
     """Raises ConfigError for what is not split over ranks."""
     asked = {name: getattr(config.engine, name) for name in ("cache_dir", "kv_bits", "sparse_draft", "draft_model")}
@@ -89,15 +98,14 @@ def join_group(ranks: Ranks) -> mx.distributed.Group:
 
 def check_same(ranks: Ranks, files: ModelFiles) -> None:
     """Raises ModelError on every rank for the first difference in versions or in the model's files."""
-    digest = blake2b(digest_size=16)
-    add_files(digest, files.directory)
-    own = {**package_versions(), "the model's files": digest.hexdigest()}
+    own = {**package_versions(), "the model's files": files_digest(files.directory)}
     first, *others = ranks.all(own)
     for rank, found in enumerate(others, start=1):
-        if (differing := _first_difference(first, found)) is not None:
+        if (differing := first_difference(first, found)) is not None:
             wanted, other = first.get(differing), found.get(differing)
             raise ModelError(f"rank {rank} differs from rank 0 in {differing}: {other} instead of {wanted}")
 
 
-def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The first name with another value; None if all are the same."""
     return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)

@@ -6,6 +6,7 @@ calls: the same rows, the same entries in the cache, the same drafts, and the sa
 
 from __future__ import annotations
 
+import itertools
 import logging
 import zlib
 from collections.abc import Iterable, Mapping
@@ -15,14 +16,16 @@ from typing import Any
 from headrace.engine.pool import PrefixCache, PrefixPool
 from headrace.engine.rank_meter import RankMeter
 from headrace.engine.runner import Runner
+from headrace.engine.step_message import SequenceName, pack_chunks, pack_names, unpack_chunks, unpack_names
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, HeadraceError
 from headrace.lru_cache import LruCache
 from headrace.ranks.channel import Ranks
+from headrace.scheduler.live_request import sequence_ids
 from headrace.scheduler.stages import PromptPlan
 from headrace.types.request import GenerationRequest
 from headrace.types.status import WaitReason
-from headrace.types.step import StepPlan, StepResult
+from headrace.types.step import Chunk, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +37,15 @@ Both sides forget the same ones, those named least recently."""
 
 @dataclass(frozen=True, slots=True)
 class Know:
+    """number: by which rank 0 names the request from now on."""
+
+    number: int
     request: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    request_id: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +65,10 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """request_ids: of the sequences that begin with the step."""
+    """A plan's chunks as `pack_chunks` packs them, and the names of the sequences that it preempts."""
 
-    plan: StepPlan
-    request_ids: tuple[str, ...]
+    chunks: bytes
+    preempted: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    sequence_ids: tuple[str, ...]
+    names: bytes
 
 
 Call = Know | Prepare | EndPrompt | Evict | Clear | Execute | Draft | Free
@@ -87,17 +93,44 @@ class Lead:
     def __init__(self, ranks: Ranks, max_num_seqs: int, meter: RankMeter) -> None:
         self.meter = meter
         self._ranks = ranks
-        self._known: LruCache[str, bool] = LruCache(max_num_seqs + NUM_KNOWN)
+        self._known: LruCache[int, tuple[int, GenerationRequest]] = LruCache(max_num_seqs + NUM_KNOWN)
+        """By the object's id, which is its own as long as it is held here."""
+        self._numbers = itertools.count()
+        self._begun: dict[str, tuple[SequenceName, GenerationRequest]] = {}
 
     def tell(self, call: Call) -> None:
         self._ranks.tell(call)
 
-    def know(self, request: GenerationRequest) -> str:
-        """The request's id, which the other ranks know from now on."""
-        if self._known.get(request.request_id) is None:
-            self._known.put(request.request_id, True)
-            self.tell(Know(_as_data(request)))
-        return request.request_id
+    def know(self, request: GenerationRequest) -> int:
+        """The request's number, which the other ranks know from now on."""
+        if (found := self._known.get(id(request))) is not None:
+            return found[0]
+        number = next(self._numbers)
+        self._known.put(id(request), (number, request))
+        self.tell(Know(number, _as_data(request)))
+        return number
+
+    def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> None:
+        named = [(chunk, *self._begin(chunk, requests)) for chunk in plan.chunks]
+        self.tell(Execute(pack_chunks(named), self._names(plan.preempted)))
+
+    def free(self, sequence_ids: Iterable[str]) -> None:
+        begun = [each for each in sequence_ids if each in self._begun]
+        self.tell(Free(self._names(begun)))
+        for each in begun:
+            del self._begun[each]
+
+    def _names(self, sequence_ids: Iterable[str]) -> bytes:
+        return pack_names(self._begun[each][0] for each in sequence_ids)
+
+    def _begin(self, chunk: Chunk, requests: Mapping[str, GenerationRequest]) -> tuple[SequenceName, GenerationRequest]:
+        """A sequence's name, which may have begun before, and its request. A chunk's forks begin with it."""
+        if (found := self._begun.get(chunk.sequence_id)) is None:
+            request = requests[chunk.request_id]
+            found = self._begun[chunk.sequence_id] = (self.know(request), chunk.choice), request
+        (number, _), request = found
+        self._begun.update({fork: ((number, choice), request) for choice, fork in enumerate(chunk.forks, start=1)})
+        return found
 
 
 def _as_data(request: GenerationRequest) -> GenerationRequest:
@@ -137,8 +170,7 @@ class LeadingRunner(Runner):
 
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> StepResult:
         self._lead.meter.begin_step(plan)
-        new = [chunk.request_id for chunk in plan.chunks if chunk.sequence_id not in self._live]
-        self._lead.tell(Execute(plan, tuple([self._lead.know(requests[each]) for each in new])))
+        self._lead.execute(plan, requests)
         self._result = super().execute(plan, requests)
         return self._result
 
@@ -152,7 +184,7 @@ class LeadingRunner(Runner):
     def free(self, sequence_ids: Iterable[str]) -> None:
         sequence_ids = tuple(sequence_ids)
         if sequence_ids:
-            self._lead.tell(Free(sequence_ids))
+            self._lead.free(sequence_ids)
         super().free(sequence_ids)
 
 
@@ -170,7 +202,8 @@ class Follower:
         self._ranks = ranks
         self._runner = runner
         self._prefixes = prefixes
-        self._known: LruCache[str, GenerationRequest] = LruCache(max_num_seqs + NUM_KNOWN)
+        self._known: LruCache[int, GenerationRequest] = LruCache(max_num_seqs + NUM_KNOWN)
+        self._begun: dict[SequenceName, GenerationRequest] = {}
         self._result = StepResult(())
 
     def run(self) -> None:
@@ -183,26 +216,28 @@ class Follower:
 
     def _do(self, call: Call) -> None:
         match call:
-            case Know(request):
-                self._known.put(request.request_id, request)
-            case Execute(plan, request_ids):
-                self._result = self._runner.execute(plan, {each: self._request(each) for each in request_ids})
+            case Know(number, request):
+                self._known.put(number, request)
+            case Execute(chunks, preempted):
+                self._result = self._runner.execute(*self._plan(chunks, preempted))
             case Draft(step_s, expected):
                 if checksum(self._result) != expected:
                     raise EngineDead(
                         f"rank {self._ranks.rank} has drawn other tokens than rank 0: their devices or libraries differ"
                     )
                 self._runner.draft(step_s)
-            case Free(sequence_ids):
-                self._runner.free(sequence_ids)
+            case Free(names):
+                self._runner.free(self._sequence_ids(names))
+                for name in unpack_names(names):
+                    del self._begun[name]
             case _:
                 assert isinstance(self._prefixes, PrefixPool), "rank 0 has the same configuration"
                 self._do_in_cache(self._prefixes, call)
 
     def _do_in_cache(self, prefixes: PrefixPool, call: Call) -> None:
         match call:
-            case Prepare(request_id):
-                prefixes.prepare(self._request(request_id), PromptPlan())
+            case Prepare(number):
+                prefixes.prepare(self._request(number), PromptPlan())
             case EndPrompt(request_id):
                 prefixes.end(request_id)
             case Evict(num_bytes):
@@ -210,7 +245,25 @@ class Follower:
             case Clear():
                 prefixes.clear()
 
-    def _request(self, request_id: str) -> GenerationRequest:
-        request = self._known.get(request_id)
+    def _plan(self, chunks: bytes, preempted: bytes) -> tuple[StepPlan, dict[str, GenerationRequest]]:
+        """The plan, and its requests by id."""
+        found, requests = [], {}
+        for name, chunk in unpack_chunks(chunks, self._begin):
+            request = requests[chunk.request_id] = self._begun[name]
+            self._begun.update({(name[0], choice): request for choice in range(1, 1 + len(chunk.forks))})
+            found.append(chunk)
+        return StepPlan(tuple(found), tuple(self._sequence_ids(preempted))), requests
+
+    def _begin(self, name: SequenceName) -> GenerationRequest:
+        """Of a sequence, which may have begun before."""
+        if name not in self._begun:
+            self._begun[name] = self._request(name[0])
+        return self._begun[name]
+
+    def _sequence_ids(self, names: bytes) -> list[str]:
+        return [sequence_ids(self._begun[name])[name[1]] for name in unpack_names(names)]
+
+    def _request(self, number: int) -> GenerationRequest:
+        request = self._known.get(number)
         assert request is not None, "rank 0 sends a request before it names it"
         return request

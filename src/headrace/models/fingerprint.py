@@ -65,6 +65,13 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def files_digest(directory: Path) -> str:
+    """32 hex digits for a checkpoint: see `add_files`."""
+    digest = blake2b(digest_size=16)
+    add_files(digest, directory)
+    return digest.hexdigest()
+
+
 def add_files(digest: blake2b, directory: Path) -> None:
     """A checkpoint's configuration, and samples of its weights. Raises OSError if a file can't be read."""
     for name in ("config.json", *PREPARATION):

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -15,8 +15,10 @@ from mlx_lm.utils import _get_classes
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
+from headrace.models.collectives import AbsentGroup, Collective, collectives_of
 from headrace.models.hub import Repository, find, hub_errors
 from headrace.models.levels import choose_levels
+from headrace.models.sharding import shard
 from headrace.models.source import (
     ModelFiles,
     foreign_errors,
@@ -83,6 +85,29 @@ class Foreseen:
         return in_float32 if is_chosen or dtype == "float32" else stored_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What one of several ranks has of a model. share: of its weights. collectives: of a forward."""
+
+    share: float
+    collectives: tuple[Collective, ...]
+
+
+def foresee_split(files: ModelFiles, num_ranks: int) -> Split:
+    """Without any weights, and without the other ranks. Raises ModelError for a model that can't be split so."""
+    with foreign_errors(lambda error: ModelError(f"{files.name} can't be split: {error}")):
+        model = _built(files.config)
+        num_whole = num_parameters(model)
+        shard(model, files, cast(mx.distributed.Group, AbsentGroup(num_ranks)))
+        return Split(num_parameters(model) / num_whole, collectives_of(model))
+
+
+def _built(config: Mapping[str, Any]) -> Any:
+    """mlx-lm's model of a configuration, of which no array is evaluated."""
+    model_class, arguments = _get_classes(dict(config))
+    return model_class(arguments.from_dict(copy.deepcopy(dict(config))))
+
+
 def foresee(
     config: Mapping[str, Any], item_bytes: int, *, has_fine_slots: bool = False, kv_bits: int | None = None
 ) -> Foreseen | None:
@@ -95,8 +120,7 @@ def foresee(
     try:
         # a configuration may make a model file fail in any way
         with foreign_errors(lambda error: ModelError(str(error))):
-            model_class, arguments = _get_classes(dict(config))
-            model: Any = model_class(arguments.from_dict(copy.deepcopy(dict(config))))
+            model = _built(config)
             caches = make_prompt_cache(model)
             model(mx.array([[0]]), cache=caches)
             costs = tuple(_cost(one, item_bytes, kv_bits) for cache in caches for one in caches_in(cache))
