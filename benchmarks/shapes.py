@@ -216,7 +216,7 @@ def weight_bytes(model: Any, config: Mapping[str, Any], num_rows: int) -> int:
         share = 1 - (1 - config["num_experts_per_tok"] / num_experts) ** num_rows
     total = 0.0
     for path, array in dict(tree_flatten(model.parameters())).items():
-        if ".switch_mlp." in path:
+        if ".switch_mlp." in path or ".mlp.experts." in path:
             total += array.nbytes * share
         elif "embed_tokens" in path and not config["tie_word_embeddings"]:
             total += array.nbytes / array.shape[0] * num_rows

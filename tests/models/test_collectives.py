@@ -10,15 +10,15 @@ import pytest
 from models import tiny
 
 from headrace.models.collectives import AbsentGroup, Collective, CollectiveTimes, collectives_of, time_collectives
-from headrace.models.sharding import shard
+from headrace.models.sharding import split
 from headrace.models.source import read_files
 
 
-def split(name: str, folder: Path, num_ranks: int) -> Any:
+def split_model(name: str, folder: Path, num_ranks: int) -> Any:
     """Of which only the shapes are right."""
     model = tiny.build(name)
     group = cast(mx.distributed.Group, AbsentGroup(num_ranks))
-    shard(model, read_files(name, tiny.save(name, folder / name)), group)
+    split(model, read_files(name, tiny.save(name, folder / name)), group)
     return model
 
 
@@ -26,7 +26,7 @@ def split(name: str, folder: Path, num_ranks: int) -> Any:
 def test_each_layer_sums_the_hidden_states_after_its_mixer_and_after_its_mlp(name: str, tmp_path: Path) -> None:
     config = tiny.FAMILIES[name]
     config = config.get("text_config", config)
-    found = collectives_of(split(name, tmp_path, 2))
+    found = collectives_of(split_model(name, tmp_path, 2))
     expected = [Collective("sum", config["hidden_size"], mx.float32)] * (2 * config["num_hidden_layers"])
     assert [each for each in found if each.kind == "sum"] == expected
     # of the output matrix, which Qwen3.5's `shard` splits over the vocabulary
@@ -36,7 +36,7 @@ def test_each_layer_sums_the_hidden_states_after_its_mixer_and_after_its_mlp(nam
 
 def test_mlx_s_own_functions_are_back_afterwards(tmp_path: Path) -> None:
     before = mx.distributed.all_sum, mx.distributed.all_gather
-    collectives_of(split("llama_tied", tmp_path, 2))
+    collectives_of(split_model("llama_tied", tmp_path, 2))
     with pytest.raises(TypeError):
         collectives_of(lambda: None)
     assert (mx.distributed.all_sum, mx.distributed.all_gather) == before

@@ -18,7 +18,7 @@ from headrace.errors import ModelError
 from headrace.models.collectives import AbsentGroup, Collective, collectives_of
 from headrace.models.hub import Repository, find, hub_errors
 from headrace.models.levels import choose_levels
-from headrace.models.sharding import shard
+from headrace.models.sharding import split
 from headrace.models.source import (
     ModelFiles,
     foreign_errors,
@@ -98,7 +98,7 @@ def foresee_split(files: ModelFiles, num_ranks: int) -> Split:
     with foreign_errors(lambda error: ModelError(f"{files.name} can't be split: {error}")):
         model = _built(files.config)
         num_whole = num_parameters(model)
-        shard(model, files, cast(mx.distributed.Group, AbsentGroup(num_ranks)))
+        split(model, files, cast(mx.distributed.Group, AbsentGroup(num_ranks)))
         return Split(num_parameters(model) / num_whole, collectives_of(model))
 
 

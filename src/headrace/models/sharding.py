@@ -30,7 +30,18 @@ _SHARDED = (
 def shard(model: Any, files: ModelFiles, group: mx.distributed.Group) -> None:
     """Keep this rank's part of the weights, which need not be evaluated before and are afterwards.
 
-    One module after the other, so that hardly more than the part and one whole module is held at a time.
+    One module after the other, so that hardly more than the part and one whole module is held at a time. Raises
+    ModelError as `split` does.
+    """
+    split(model, files, group)
+    for module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).values():
+        mx.eval(module.parameters())
+        mx.clear_cache()
+    mx.eval(model.parameters())
+
+
+def split(model: Any, files: ModelFiles, group: mx.distributed.Group) -> None:
+    """Leave this rank's part of the weights, without evaluating any.
 
     Raises ModelError for a family that mlx-lm doesn't split, and for sizes that the ranks don't divide.
     """
@@ -43,10 +54,6 @@ def shard(model: Any, files: ModelFiles, group: mx.distributed.Group) -> None:
             _repeat_key_heads(mixer, num_ranks // mixer.num_k_heads)
     with foreign_errors(partial(_refusal, files, num_ranks)):
         model.shard(group)
-        for module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).values():
-            mx.eval(module.parameters())
-            mx.clear_cache()
-        mx.eval(model.parameters())
 
 
 def is_sharded(model: Any) -> bool:
