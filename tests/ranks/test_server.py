@@ -110,7 +110,7 @@ def test_the_status_shows_each_rank_and_its_time_in_collectives(split: Server) -
     assert group["num_collectives"] == 2 * layers
     assert 0 < group["collective_s"] <= group["step_s"]
     assert group["message_s"] > 0
-    assert group["num_message_bytes"] > 100 * group["num_messages"] > 0
+    assert group["num_message_bytes"] > 20 * group["num_messages"] > 0
     metrics = httpx.get(f"{address}/metrics").text
     assert len(re.findall(r'^headrace:rank_used_bytes\{.*rank="[01]"\} [1-9]', metrics, re.MULTILINE)) == 2
 
