@@ -2,6 +2,9 @@
 
 Starts `headrace ray serve` with one replica and with two, each replica with one thread for its BLAS, and has `headrace
 bench` measure both in turn. Needs a core for each replica, and some for Ray's proxy and for the client.
+
+A replica computes few rows at once, and there are more streams than the rows of both. So each step has all its rows
+with one replica as with two, wherever the router sends a stream; half-filled steps would cost more for each token.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ from headrace.config_loading import environment_for
 
 _PATIENCE_S = 900
 
-# Prompts keep replicas busier than Ray's proxy, and many streams both of them.
-_WORKLOAD = ("--workload", "long-prompt", "--streams", "8", "--requests", "16")
+_ROWS = 4
+# Prompts keep replicas busier than Ray's proxy.
+_WORKLOAD = ("--workload", "long-prompt", "--streams", str(4 * _ROWS), "--requests", str(8 * _ROWS))
 
 
 @contextlib.contextmanager
@@ -31,6 +35,7 @@ def serving(model: str, num_replicas: int) -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
     words = ["-m", "headrace", "ray", "serve", model, "--replicas", str(num_replicas), "--port", str(port)]
+    words += ["--max-num-seqs", str(_ROWS)]
     log = Path(tempfile.mkdtemp()) / "log"
     with log.open("wb") as out:
         environment = environment_for({"OPENBLAS_NUM_THREADS": "1"})

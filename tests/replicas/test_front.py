@@ -70,6 +70,32 @@ async def test_bodies_pass_whole_with_the_conversation_in_a_header(num_bytes: in
     assert response.headers.get_list("x-request-id") == ["own"]
 
 
+async def test_headers_that_ray_would_obey_or_fail_at_are_dropped() -> None:
+    sent = {
+        "x_headrace_route": "forged/",
+        "X-Request-Timeout-Seconds": "0.001",
+        "x_request_timeout_seconds": "0.001",
+        "x-request-disconnect-disabled": "?1",
+        "serve_multiplexed_model_id": "other",
+        "x-request-id": b"\xff",
+        "x-headrace-replica": b"\xe9",
+        "x-other_header": "kept",
+    }
+    async with client(echo) as http:
+        response = await http.post("/v1/chat/completions", json={"prompt": "Hi"}, headers=sent)  # type: ignore[arg-type]
+    got = response.json()["headers"]
+    # Ray decodes these as UTF-8
+    assert got["x-headrace-route"].isascii()
+    assert got["x-headrace-route"].startswith("/")
+    assert got["x-other_header"] == "kept"
+    names = {name.replace("_", "-") for name in got}
+    assert names.isdisjoint(
+        {"x-request-timeout-seconds", "x-request-disconnect-disabled", "serve-multiplexed-model-id"}
+    )
+    assert "x-request-id" not in names
+    assert "x_headrace_route" not in got
+
+
 async def test_a_broken_chat_ends_with_an_error_that_openais_client_raises() -> None:
     async with client(broken) as http:
         sdk = openai.AsyncOpenAI(api_key="none", base_url="http://server/v1", http_client=http, max_retries=0)

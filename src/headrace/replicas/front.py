@@ -20,6 +20,11 @@ log = logging.getLogger("headrace.server")
 _RAYS_OWN = "/-/"
 """Paths that Ray answers itself: its routes and its health."""
 
+_RAYS_HEADERS = frozenset(
+    {ROUTE_HEADER, "serve-multiplexed-model-id", "x-request-timeout-seconds", "x-request-disconnect-disabled"}
+)
+"""What Ray reads of a request's headers, also with `_` for `-`: no client's business, so they are dropped."""
+
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
@@ -38,13 +43,19 @@ class Front:
         if scope["type"] != "http" or scope["path"].startswith(_RAYS_OWN):
             await self._app(scope, receive, send)
             return
-        headers = MutableHeaders(raw=[each for each in scope["headers"] if each[0] != ROUTE_HEADER.encode()])
+        headers = MutableHeaders(raw=[each for each in scope["headers"] if not _is_for_ray(*each)])
         body = _Body(receive)
         head = await body.read_head() if has_routed_body(scope["method"], scope["path"]) else b""
         headers[ROUTE_HEADER] = route_of(scope["path"], headers, head).encoded()
         answer = _PassedAnswer(scope["path"], headers, send)
         await self._app({**scope, "headers": headers.raw}, body.receive, answer.send)
         await answer.end()
+
+
+def _is_for_ray(name: bytes, value: bytes) -> bool:
+    known = name.decode("latin-1").lower().replace("_", "-")
+    # Ray fails at a request's id that is no text.
+    return known in _RAYS_HEADERS or (known == "x-request-id" and not value.isascii())
 
 
 class _Body:

@@ -60,7 +60,8 @@ def has_routed_body(method: str, path: str) -> bool:
 
 def route_of(path: str, headers: Mapping[str, str], body: bytes) -> ConversationRoute:
     """headers: with lower-case names. body: its first HEAD_BYTES, empty if `has_routed_body` is false."""
-    if named := headers.get(REPLICA_HEADER):
+    named = headers.get(REPLICA_HEADER, "")
+    if named.isascii() and named.isalnum():
         return ConversationRoute(replica=named)
     if found := _PATH_WITH_ID.match(path):
         return ConversationRoute(replica_of(found[1]) or "")
