@@ -141,18 +141,21 @@ class DepthPlanner:
     def _cheapest_useful(
         self, rows: Sequence[DraftForecast], waiting: Sequence[int], costs: Mapping[int, float]
     ) -> tuple[list[int], float]:
-        """The fewest of the waiting rows whose drafts should pay off, and the budget that they need.
+        """The first 1, 2, 4, … waiting rows whose drafts should pay off, and the budget that they need.
 
         If none should, the first one, to be tried.
         """
-        ready = [row._replace(survival=()) if row.prefill_s else row for row in rows]
-        needed = self._cost(rows, 1, 1)
-        for count, number in enumerate(waiting, start=1):
-            ready[number] = rows[number]
-            needed += costs[number]
-            if self._fastest(ready, math.inf)[0][number]:
-                return list(waiting[:count]), needed
-        return [waiting[0]], _TRY_RESERVE * (costs[waiting[0]] + self._cost(rows, 1, 1))
+        ready, num_ready = [row._replace(survival=()) if row.prefill_s else row for row in rows], 0
+        draft_cost = self._cost(rows, 1, 1)
+        while num_ready < len(waiting):
+            num_ready = min(max(1, 2 * num_ready), len(waiting))
+            chosen = list(waiting[:num_ready])
+            for number in chosen:
+                ready[number] = rows[number]
+            fastest, _ = self._fastest(ready, math.inf)
+            if any(fastest[number] for number in chosen):
+                return chosen, draft_cost + sum(costs[number] for number in chosen)
+        return [waiting[0]], _TRY_RESERVE * (draft_cost + costs[waiting[0]])
 
     def plan(self, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         """Number of drafts for each of the step's decoding rows, at most as many as its survival has entries."""
