@@ -48,10 +48,10 @@ class Machine:
     def __init__(self, costs: Costs, wrong: float) -> None:
         self.costs, self.now, self.dice = costs, 0.0, random.Random(1)
         self._expected_s = costs.token / wrong
-        self._ends: dict[int, int] = {}
+        self._ends: dict[SequenceState, int] = {}
 
     def _start(self, state: SequenceState, num_known: int) -> int:
-        return max(self._ends.get(id(state), 0), num_known - LATEST, 0)
+        return max(self._ends.get(state, 0), num_known - LATEST, 0)
 
     def num_pending(self, state: SequenceState) -> int:
         return 0
@@ -66,12 +66,12 @@ class Machine:
             start = self._start(state, len(token_ids))
             number = min(left, len(token_ids) - 1 - start)
             self.now += (self.costs.a_pass + number * self.costs.token) if number else 0.0
-            self._ends[id(state)], left = start + number, left - number
+            self._ends[state], left = start + number, left - number
         return self.now - before
 
     def draft(self, rows: Sequence[DraftRow]) -> DraftBatch:
         for row in rows:
-            self._ends[id(row.state)] = len(row.token_ids)
+            self._ends[row.state] = len(row.token_ids)
         counts = [sum(row.num_drafts > place for row in rows) for place in range(rows[0].num_drafts)]
         self.now += self.costs.a_pass * len(counts)
         return DraftBatch(mx.zeros(sum(counts), mx.int32), counts)
@@ -156,7 +156,7 @@ def test_prefills_for_drafts_cost_hardly_anything(costs: Costs, num_rows: int, l
     """Also where they take three times as long as expected, and for answers of a few tokens."""
     for chance in (0.0, 0.6):
         for wrong in (1.0, 3.0):
-            assert ratio(costs, num_rows, chance, lengths, wrong) > 0.965
+            assert ratio(costs, num_rows, chance, lengths, wrong) > 0.97
 
 
 @pytest.mark.parametrize(
