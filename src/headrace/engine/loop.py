@@ -278,7 +278,7 @@ class Loop:
         self._adapters.drop(fingerprint)
 
     def _reserve(self, num_bytes: int) -> bool:
-        """Take bytes from sequences for good; cached records make room for them. False if sequences need them."""
+        """Take bytes from sequences for good; cached records are evicted for them. False if sequences need them."""
         if not self._scheduler.take_bytes(num_bytes):
             return False
         self._memory_usage.reclaim(num_bytes, self._evict)

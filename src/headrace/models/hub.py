@@ -113,7 +113,7 @@ def cache_of(name: str) -> Path:
 
 
 def indexed_files(folder: Path) -> list[Path]:
-    """The files of weights that a checkpoint's index names; none without an index, or for one that makes no sense."""
+    """The files of weights that a checkpoint's index names; none without an index, or for an invalid one."""
     try:
         shard_of = json.loads((folder / WEIGHTS_INDEX).read_text("utf-8"))["weight_map"]
         return [folder / name for name in sorted(set(shard_of.values()))]
