@@ -20,7 +20,10 @@ from headrace.cli.serve import summary
 from headrace.cli.serve_plan import PlannedModel, ServePlan
 from headrace.config import Config, EngineConfig, ServerConfig
 from headrace.errors import ConfigError, ModelError
+from headrace.session.model_entry import ModelEntry, ModelSource
+from headrace.session.models import Models
 from headrace.session.session import Session
+from headrace.types.model import ModelOutline
 
 DEFAULT = Config()
 
@@ -105,6 +108,19 @@ def test_the_page_is_named_where_there_is_one(page: str) -> None:
     config = Config(server=ServerConfig(page=page))
     text = serve.ready_text(config, "http://127.0.0.1:1", fake_session(FakeEngine()), "mine")
     assert ("in a browser: http://127.0.0.1:1\n" in text) == (page == "on")
+
+
+def test_all_models_are_named_and_the_line_asks_one_that_is_loaded() -> None:
+    source = ModelSource("", lambda: 0, lambda share: fake_session(FakeEngine()), ModelOutline)
+    _, loaded, _ = entries = [ModelEntry((name,), source) for name in ("asleep", "loaded", "failed")]
+    assert "asleep, loaded, failed are served at http://h/v1; a request" in serve.models_text(
+        DEFAULT, Models(entries, 1), "http://h"
+    )
+    loaded.session = fake_session(FakeEngine())
+    text = serve.models_text(DEFAULT, Models(entries, 1), "http://h")
+    assert text.startswith("other models: asleep, failed\nloaded is served at http://h/v1\n")
+    assert '"model": "loaded"' in text
+    assert "other models" not in serve.models_text(DEFAULT, Models([loaded]), "http://h")
 
 
 def test_an_interrupted_server_does_not_wait_for_the_engine(

@@ -89,7 +89,7 @@ def _endpoint(arguments: LaunchArguments, folder: Path) -> Iterator[Endpoint]:
     remote, server = arguments.chat, arguments.server
     if remote.url is not None:
         if arguments.has_serve_flags:
-            raise ConfigError("options of headrace serve have no effect with --url")
+            raise ConfigError("options of headrace serve, and more than one --model, have no effect with --url")
         yield _ready(ServerProbe(remote.url, remote.url_key), arguments.model)
         return
     if (running := _running_server(server)) is None:
@@ -98,8 +98,8 @@ def _endpoint(arguments: LaunchArguments, folder: Path) -> Iterator[Endpoint]:
         return
     if arguments.has_serve_flags:
         raise ConfigError(
-            f"a server already answers at {running.url}, so options of headrace serve have no effect: "
-            "end it, or choose another --port"
+            f"a server already answers at {running.url}, so options of headrace serve, and more than one --model, have "
+            "no effect: end it, or choose another --port"
         )
     _note(f"using the server at {running.url}")
     yield _ready(running, arguments.model)

@@ -163,7 +163,7 @@ def _serve(plan: ServePlan, models: Models, listener: socket.socket) -> float:
     config = plan.config
     for line in _start_lines(plan, models):
         print(line, flush=True)
-    ready = _ready(config, models, base_url(listener))
+    ready = models_text(config, models, base_url(listener))
     progress, tasks = ProgressLine(), set[asyncio.Task[None]]()
 
     def announce() -> None:
@@ -184,8 +184,10 @@ def _start_lines(plan: ServePlan, models: Models) -> Iterator[str]:
             yield f"model: {entry.name}, {entry.state.value}{'' if entry.reason is None else f': {entry.reason}'}"
 
 
-def _ready(config: Config, models: Models, url: str) -> str:
+def models_text(config: Config, models: Models, url: str) -> str:
     entry = models.main
     if entry.session is None:
         return f"{', '.join(models.names)} are served at {url}/v1; a request loads its model\n"
-    return ready_text(config, url, entry.session, entry.name)
+    others = ", ".join(each.name for each in models.entries if each is not entry)
+    also = f"other models: {others}\n" if others else ""
+    return also + ready_text(config, url, entry.session, entry.name)
