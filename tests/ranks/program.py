@@ -1,4 +1,6 @@
-"""`python tests/ranks/program.py MODEL SEED NUM_REQUESTS`: a random program on two ranks and on one, as JSON.
+"""`python tests/ranks/program.py KERNELS MODEL SEED NUM_REQUESTS`: a random program on two ranks and on one, as JSON.
+
+KERNELS: `cpu`, or `cuda` for its layers with operations instead of kernels, whose steps are launched ahead.
 
 A process of its own, because MLX connects a process to others only once.
 """
@@ -11,14 +13,16 @@ import random
 import sys
 from dataclasses import dataclass, replace
 
+from ranks.fused_rank import use_cudas_layers
+
 from headrace.cli.configured import configured_text_pipeline
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import memory, prepare
 from headrace.engine.engine import Engine
 from headrace.engine.mirror import Execute, Know
+from headrace.ranks import start
 from headrace.ranks.channel import Ranks
 from headrace.ranks.layout import read_layout
-from headrace.ranks.start import start_ranks
 from headrace.types.request import (
     GREEDY,
     Boundary,
@@ -107,6 +111,7 @@ async def run(split: Engine, whole: Engine, planned: list[Planned]) -> dict[str,
         "num_preemptions": status.counters.num_preemptions,
         "num_cached": status.cache.num_hit_tokens,
         "num_drafted": status.counters.drafts.num_drafted,
+        "kernels": [line for line in split.model.report if line.startswith("kernels: ")],
     }
 
 
@@ -139,11 +144,16 @@ def record(ranks: Ranks) -> list[tuple[object, int]]:
     return sent
 
 
-def main(model: str, seed: int, number: int) -> None:
+def main(kernels: str, model: str, seed: int, number: int) -> None:
+    if kernels == "cuda":
+        use_cudas_layers()
+        start.RANK_MODULE = "ranks.fused_rank"
     config = Config(
-        model, ModelConfig(vision="off"), EngineConfig(max_num_seqs=4, prefill_chunk=64, gpu_memory_utilization=0.5)
+        model,
+        ModelConfig(vision="off", self_check=False),
+        EngineConfig(max_num_seqs=4, prefill_chunk=64, gpu_memory_utilization=0.5),
     )
-    ranks = start_ranks(read_layout("2", "ring"))
+    ranks = start.start_ranks(read_layout("2", "ring"))
     ranks.tell(config)
     text = configured_text_pipeline(config)
     whole = Engine.launch(replace(config, engine=replace(config.engine, prefix_cache="off")), text.constraints)
@@ -161,4 +171,4 @@ def main(model: str, seed: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

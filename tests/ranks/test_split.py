@@ -109,8 +109,8 @@ def test_families_and_sizes_that_can_not_be_split_are_refused_by_name(tmp_path: 
         assert found[name]["refused"] == f"{name} can't run on 2 ranks: mlx-lm does not split {model_type}"
 
 
-def program(model: str, seed: int, num_requests: int) -> dict[str, Any]:
-    command = [sys.executable, str(TESTS / "ranks" / "program.py"), model, str(seed), str(num_requests)]
+def program(model: str, seed: int, num_requests: int, kernels: str = "cpu") -> dict[str, Any]:
+    command = [sys.executable, str(TESTS / "ranks" / "program.py"), kernels, model, str(seed), str(num_requests)]
     ended = subprocess.run(
         command, env=environment_for({"PYTHONPATH": str(TESTS)}), stdout=subprocess.PIPE, text=True, timeout=1800
     )
@@ -129,6 +129,14 @@ def program(model: str, seed: int, num_requests: int) -> dict[str, Any]:
 def test_a_random_program_gives_the_answers_of_one_rank() -> None:
     found = program("miniature", 1, 8)
     assert found["num_compared"] > 4
+
+
+@pytest.mark.slow
+def test_a_random_program_with_cudas_layers_gives_the_answers_of_one_rank() -> None:
+    """Steps are launched ahead and warmed up, on both ranks in the same order."""
+    found = program("miniature", 1, 8, "cuda")
+    assert found["num_compared"] > 4
+    assert found["kernels"] == ["kernels: 6 GatedDeltaNet and 2 Qwen3NextAttention, steps of few tokens compiled"]
 
 
 @pytest.mark.slow

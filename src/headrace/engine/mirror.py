@@ -18,6 +18,7 @@ from headrace.engine.rank_meter import RankMeter
 from headrace.engine.runner import Runner
 from headrace.engine.step_message import SequenceName, pack_chunks, pack_names, unpack_chunks, unpack_names
 from headrace.engine.warm_up import WarmUp
+from headrace.engine.warm_up_pieces import WarmUpPiece
 from headrace.errors import EngineDead, HeadraceError
 from headrace.lru_cache import LruCache
 from headrace.ranks.channel import Ranks
@@ -84,7 +85,12 @@ class Free:
     names: bytes
 
 
-Call = Know | Prepare | EndPrompt | Evict | Clear | Execute | Draft | Free
+@dataclass(frozen=True, slots=True)
+class Warm:
+    piece: WarmUpPiece
+
+
+Call = Know | Prepare | EndPrompt | Evict | Clear | Execute | Draft | Free | Warm
 
 
 class Lead:
@@ -188,6 +194,16 @@ class LeadingRunner(Runner):
         super().free(sequence_ids)
 
 
+class LeadingWarmUp(WarmUp):
+    def __init__(self, lead: Lead, *args: Any) -> None:
+        super().__init__(*args)
+        self._lead = lead
+
+    def run(self, piece: WarmUpPiece) -> None:
+        self._lead.tell(Warm(piece))
+        super().run(piece)
+
+
 def checksum(result: StepResult) -> int:
     """Of the tokens that each sequence gained, and of which sequences failed."""
     gained = [(each.sequence_id, each.num_committed, each.token_ids) for each in result.results]
@@ -230,6 +246,8 @@ class Follower:
                 self._runner.free(self._sequence_ids(names))
                 for name in unpack_names(names):
                     del self._begun[name]
+            case Warm(piece):
+                self.warm_up.run(piece)
             case _:
                 assert isinstance(self._prefixes, PrefixPool), "rank 0 has the same configuration"
                 self._do_in_cache(self._prefixes, call)

@@ -34,7 +34,7 @@ from headrace.engine.memory import (
     plan_memory,
     state_pool,
 )
-from headrace.engine.mirror import Follower, Lead, LeadingPool, LeadingRunner
+from headrace.engine.mirror import Follower, Lead, LeadingPool, LeadingRunner, LeadingWarmUp
 from headrace.engine.model_files import model_files
 from headrace.engine.pool import PrefixPool
 from headrace.engine.pooling import PoolingRunner
@@ -136,7 +136,8 @@ def prepare(
     runner = _make_runner(files, whole, parts, constraints, states, together.lead)
     warm_up = WarmUp(None, knobs.max_num_seqs, ())
     if files.recipe is None:
-        warm_up = prepare_warm_up(config, loaded, drafting, states, cost, memory, chunk, max_model_len)
+        make_warm_up = WarmUp if together.lead is None else partial(LeadingWarmUp, together.lead)
+        warm_up = prepare_warm_up(make_warm_up, config, loaded, drafting, states, cost, memory, chunk, max_model_len)
     least_bytes = of_draft + max(memory.cost(max_model_len), runner.permanent_bytes)
     description = _describe(config, files, whole, max_model_len, (*report, *warm_up.report))
     told = description, ModelMemory(held.weights_bytes, least_bytes, held.most_bytes)

@@ -122,15 +122,7 @@ class WarmUp:
     def advance(self) -> None:
         """Run the next piece. A failure is logged. Raises EngineDead where the device can compute nothing any more."""
         piece, started = self._left.pop(0), time.monotonic()
-
-        def fail(error: Exception) -> None:
-            if isinstance(error, EngineDead):
-                raise error
-            logger.error("steps of %d rows could not be warmed up", piece.num_rows, exc_info=error)
-            self._num_failed += 1
-
-        with isolated(fail):
-            _MadeUpRequests(piece, self._served).run()
+        self.run(piece)
         self._last_s, self._since_s = time.monotonic() - started, 0.0
         self._seconds += self._last_s
         num_pieces = self.status.num_pieces
@@ -140,8 +132,19 @@ class WarmUp:
             failed = f", {self._num_failed} of {num_pieces} pieces failed" if self._num_failed else ""
             logger.info("ready: steps were warmed up in %.1f s%s", self._seconds, failed)
 
+    def run(self, piece: WarmUpPiece) -> None:
+        def fail(error: Exception) -> None:
+            if isinstance(error, EngineDead):
+                raise error
+            logger.error("steps of %d rows could not be warmed up", piece.num_rows, exc_info=error)
+            self._num_failed += 1
+
+        with isolated(fail):
+            _MadeUpRequests(piece, self._served).run()
+
 
 def prepare_warm_up(
+    make: Callable[[Served | None, int, Sequence[WarmUpPiece]], WarmUp],
     config: Config,
     loaded: LoadedModel,
     drafting: DrafterSetup,
@@ -158,7 +161,7 @@ def prepare_warm_up(
     )
     served = Served(packed, drafting.drafter, pool, loaded.tokens.end, memory, make_cache)
     if not packed.is_compiled:
-        return WarmUp(served, knobs.max_num_seqs, ())
+        return make(served, knobs.max_num_seqs, ())
     max_rows = min(knobs.max_num_seqs, MOST_ROWS, memory.budget_bytes // memory.cost(PROMPT_TOKENS))
     most_tokens = min(chunk_tokens, compiled.MOST_TOKENS)
     prefills = drafting.drafter is not None and drafting.drafter.draft_model is not None
@@ -166,7 +169,7 @@ def prepare_warm_up(
     fitting = [
         piece for piece in found if piece.num_tokens <= max_model_len and piece.num_bytes(memory) <= memory.budget_bytes
     ]
-    return WarmUp(served, knobs.max_num_seqs, fitting)
+    return make(served, knobs.max_num_seqs, fitting)
 
 
 class _MadeUpRequests:

@@ -19,6 +19,8 @@ from headrace.ranks.layout import Layout, RankHost
 
 logger = logging.getLogger(__name__)
 
+RANK_MODULE = "headrace.cli.rank"
+
 START_S = 120.0
 """Time for the others to come: they import MLX first, maybe from a slow disk."""
 
@@ -83,7 +85,7 @@ class _Team:
             meeting.close()
 
     def _invite(self, invitation: Invitation) -> None:
-        words = [sys.executable, "-m", "headrace.cli.rank"]
+        words = [sys.executable, "-m", RANK_MODULE]
         ssh = self._layout.hosts[invitation.rank].ssh
         command = words if ssh is None else ["ssh", "-o", "BatchMode=yes", ssh, shlex.join(words)]
         try:
