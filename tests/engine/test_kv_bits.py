@@ -10,10 +10,12 @@ from pathlib import Path
 
 import metal_forms
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from engine.asking import tokens
 from engine.sparse_models import save
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from models import tiny
 
 from headrace.backend import gated_delta
@@ -24,14 +26,17 @@ from headrace.engine.engine import Engine
 from headrace.engine.group import refuse_with_ranks
 from headrace.engine.kv_bits import kv_forms
 from headrace.engine.memory import sample_state
+from headrace.engine.model_files import model_files
 from headrace.errors import ConfigError
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel, Row
 from headrace.models.preview import foresee
+from headrace.models.weights import hold, load_weights
 from headrace.scheduler import admission
 from headrace.speculate.depth import DepthPlanner
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
+from headrace.text.tokenizer import Tokenizer
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GREEDY, GenerationRequest
 from headrace.types.status import Phase
@@ -248,3 +253,52 @@ def test_the_report_tells_the_bytes_and_the_error() -> None:
     stored, exact = (2 * 2 * 2 * num_bytes for num_bytes in (64 + 8, 64 * 4))
     assert line.startswith(f"keys and values: in 8 bits in 2 layers, {stored} bytes a token instead of {exact}; KL ")
     assert "nats from exact ones, the same likeliest token at 100% of 128 positions" in line
+
+
+def quantised_logits(model: nn.Module, ids: Sequence[int], group_size: int, bits: int) -> np.ndarray:
+    """Of mlx-lm's model with its own quantised caches, by one call."""
+    caches = [QuantizedKVCache(group_size, bits) for _ in make_prompt_cache(model)]
+    return np.array(model(mx.array([ids]), cache=caches)[0].astype(mx.float32))
+
+
+def kv_logits(model: PackedModel, ids: Sequence[int], bits: int | None) -> np.ndarray:
+    """Of our steps, by one call."""
+    forms = {} if bits is None else kv_forms(bits, "model", model, sample_state(model))
+    state = SequenceState(StatePool(kv_forms=forms), len(ids))
+    state.begin(len(ids))
+    return np.array(model.forward([Row(state, ids)], range(len(ids))).astype(mx.float32))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_logits_are_those_of_mlx_lm_with_its_quantised_caches(bits: int) -> None:
+    ids = tokens(8, 90)
+    expected = quantised_logits(tiny.build("mistral"), ids, 32, bits)
+    model = packed("mistral", Kernels("exact", "cpu"))
+    found, exact = kv_logits(model, ids, bits), kv_logits(model, ids, None)
+    error = np.abs(exact - expected).max()
+    assert error > 1e-3
+    # a rounding of a key may make its number the next one
+    assert np.abs(found - expected).max() < error / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "most_nats"), [(8, 2e-3), (4, 0.2)])
+def test_real_weights_stay_near_their_exact_next_tokens(bits: int, most_nats: float) -> None:
+    """SmolLM2, over a text that it was not asked about; and mlx-lm's quantised caches, which are as far."""
+    files = model_files(Config("smollm2"))
+    ids = Tokenizer.load(files.directory).encode(Path(__file__).read_text()[:1000])[:80]
+    model = load_weights(files).model
+    hold(model, "float32", "cpu", 24_000_000_000)
+    of_mlx_lm = quantised_logits(model, ids, 64, bits)
+    own = PackedModel(model, choose_levels(model), Kernels("fast", "cpu"))
+    exact, found = kv_logits(own, ids, None), kv_logits(own, ids, bits)
+    ours, theirs = divergence(exact, found), divergence(exact, of_mlx_lm)
+    assert 0 < ours < most_nats
+    assert 0.5 < ours / theirs < 2
+
+
+def divergence(exact: np.ndarray, found: np.ndarray) -> float:
+    """Kullback-Leibler, the mean in nats."""
+    logs = [each - each.max(-1, keepdims=True) for each in (exact.astype(np.float64), found.astype(np.float64))]
+    expected, other = (each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in logs)
+    return float((np.exp(expected) * (expected - other)).sum(-1).mean())
