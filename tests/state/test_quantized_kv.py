@@ -154,6 +154,14 @@ def test_a_state_costs_what_it_stores_and_what_a_step_reads_of_one_layer(pool: S
     assert cost.slot_bytes == (0, stored)
 
 
+def test_numbers_of_another_type_are_held_in_the_layers_own() -> None:
+    """As an adapter in float32 makes them in a model of half precision."""
+    form, exact = PackedNumbers(64, mx.bfloat16, 8), numbers(64)
+    found = form.unpack(form.pack(exact))
+    assert found.dtype == mx.bfloat16
+    assert mx.array_equal(found, form.unpack(form.pack(exact.astype(mx.bfloat16))))
+
+
 def test_a_layer_without_a_form_stays_exact(pool: StatePool) -> None:
     state = SequenceState(pool)
     state.begin(7)

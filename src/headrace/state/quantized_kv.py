@@ -50,6 +50,7 @@ class PackedNumbers:
 
     def pack(self, exact: mx.array) -> mx.array:
         """`[…, head_dim]` to uint32 `[…, words]`."""
+        exact = exact.astype(self.dtype)  # as an exact slab casts what it is given
         words, scales, biases = mx.quantize(exact, self._group_size, self.bits)
         # MLX's function takes NaN for a number: a group with one must stay known by it
         biases += (exact - exact).reshape(*biases.shape, -1).sum(axis=-1)
