@@ -6,11 +6,12 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from fakes import END, FakeEngine, app_over, fake_session
+from fakes import END, FakeEngine, app_over, describe, fake_session
 
 from headrace import __version__
 from headrace.clients.registry import CLIENTS
@@ -117,6 +118,21 @@ def test_status_and_metrics_need_the_key_and_a_living_engine(path: str) -> None:
 
     engine = FakeEngine()
     assert talk(engine, conversation, ServerConfig(api_key="k")) == [401, 200, 503]
+
+
+@pytest.mark.parametrize("kv_bits", [None, 4])
+def test_status_and_usage_tell_that_keys_and_values_are_quantised(kv_bits: int | None) -> None:
+    async def conversation(client: httpx.AsyncClient) -> list[Any]:
+        status = (await client.get("/v1/status")).json()
+        chat = (await client.post(CHAT, json=BODY)).json()
+        completion = (await client.post("/v1/completions", json={"model": "any", "prompt": "a"})).json()
+        return [
+            status["model"]["kv_bits"],
+            *(each["usage"]["prompt_tokens_details"].get("kv_bits") for each in (chat, completion)),
+        ]
+
+    engine = FakeEngine("a", (END,), model=replace(describe(), kv_bits=kv_bits))
+    assert talk(engine, conversation) == [kv_bits] * 3
 
 
 @pytest.mark.parametrize("named_by", ["request", "answer"])
