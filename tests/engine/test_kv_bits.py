@@ -21,7 +21,7 @@ from models import tiny
 from headrace.backend import gated_delta
 from headrace.backend.kernels import Kernels
 from headrace.cli.configured import configured_text_pipeline
-from headrace.config import Config, EngineConfig, ModelConfig, ServerConfig
+from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.engine.group import refuse_with_ranks
 from headrace.engine.kv_bits import kv_forms
@@ -175,7 +175,7 @@ def test_a_model_whose_keys_can_not_have_few_bits_is_refused_by_the_flag(
 
 def test_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="kv_bits is not supported with --ranks"):
-        refuse_with_ranks(Config("m", engine=EngineConfig(kv_bits=8), server=ServerConfig(ranks="2")))
+        refuse_with_ranks(Config("m", engine=EngineConfig(kv_bits=8)))
 
 
 @pytest.mark.parametrize(
