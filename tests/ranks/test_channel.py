@@ -85,6 +85,16 @@ def test_a_rank_that_leaves_is_no_failure_and_one_that_ends_is() -> None:
     assert late == [] or late == ["rank 0 has ended"]
 
 
+def test_a_rank_that_fails_tells_the_others_why() -> None:
+    heard: list[str] = []
+    with met(2) as (first, second):
+        first.watch(heard.append)
+        second.fail("its model is missing")
+        with pytest.raises(EngineDead, match="rank 1: its model is missing"):
+            first.all(0)
+        assert heard == ["rank 1: its model is missing"]
+
+
 def test_strangers_are_not_let_in() -> None:
     layout = read_layout("2", "ring")
     meeting = Meeting(layout)

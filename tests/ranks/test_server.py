@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace.config_loading import environment_for
 from headrace.models.built_in import built_in_folder
 
 MINIATURE = built_in_folder("miniature") or Path()
@@ -146,6 +148,51 @@ def test_when_rank_0_is_killed_the_others_end(tmp_path: Path) -> None:
         server.process.wait(PATIENCE_S)
         wait_for(lambda: not other.exists(), server)
         assert "rank 0 has ended" in server.log
+
+
+SSH = """#!/bin/sh
+# takes the place of ssh: options, a host, and a command, which it runs in the folder of the host's name
+while [ "$1" = -o ]; do shift 2; done
+cd "$HOSTS/$1" 2>/dev/null || { echo "ssh: connect to host $1: Connection timed out" >&2; exit 255; }
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("empty", "rank 1: 'm' is not a folder here"),
+        pytest.param("nowhere", "--ranks: rank 1 on nowhere has ended with 255 before it came", marks=pytest.mark.slow),
+        pytest.param("other", "rank 1 differs from rank 0 in the model's files", marks=pytest.mark.slow),
+    ],
+)
+def test_a_host_that_can_not_take_part_ends_all_with_one_line(tmp_path: Path, host: str, message: str) -> None:
+    for name in ("first", "other", "empty"):
+        (tmp_path / name).mkdir()
+    for name in ("first", "other"):
+        shutil.copytree(MINIATURE, tmp_path / name / "m")
+    settings = tmp_path / "other" / "m" / "config.json"
+    settings.write_text(settings.read_text() + "\n")
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    hosts = [{"ssh": each, "ips": ["127.0.0.1"]} for each in ("localhost", host)]
+    (tmp_path / "hosts.json").write_text(json.dumps(hosts))
+    command = [sys.executable, "-m", "headrace", "serve", "m", "--port", "0", "--ranks", str(tmp_path / "hosts.json")]
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        command,
+        cwd=tmp_path / "first",
+        env=environment_for({"PATH": path, "HOSTS": str(tmp_path), "HF_HUB_OFFLINE": "1"}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert ended.returncode == 2
+    lines = [line for line in ended.stdout.splitlines() if not line.startswith(("loading", "ssh:"))]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"headrace: {message}")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import sys
 from importlib import import_module
 
 from headrace.config_loading import set_up_libraries, use_gpu
-from headrace.errors import HeadraceError
+from headrace.errors import EngineDead, HeadraceError
+from headrace.ranks.channel import Ranks
 from headrace.ranks.start import Invitation, read_invitation
 from headrace.server.log_format import TEXT_FORMAT
 
@@ -38,6 +39,17 @@ def main() -> int:
 
 def _run(invitation: Invitation) -> int:
     ranks = invitation.accept()
+    try:
+        return _take_part(ranks)
+    except EngineDead:
+        if ranks.peers[0].failure is None:  # rank 0 reports its own
+            raise
+    except HeadraceError as error:
+        ranks.fail(error.message)
+    return 2
+
+
+def _take_part(ranks: Ranks) -> int:
     engine_module, configured = import_module("headrace.engine.engine"), import_module("headrace.cli.configured")
     config = ranks.hear()
     check = import_module("headrace.engine.rank_check")

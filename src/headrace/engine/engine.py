@@ -198,7 +198,7 @@ class Engine:
         if engine._launch_error is not None:
             engine._thread.join(_END_S)  # it may wait in vain for another rank
             if ranks is not None:
-                ranks.close()
+                ranks.fail(str(engine._launch_error))
             raise engine._launch_error
         return engine
 

@@ -24,6 +24,12 @@ Value = TypeVar("Value")
 PULSE_S = 1.0
 _LEAVING = "leaving"
 
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    reason: str
+
+
 SILENCE_S = 10.0
 """A rank that sends no pulse for so long counts as ended: its machine or its connection may be gone."""
 
@@ -56,19 +62,27 @@ class Peer:
         self.rank = rank
         self.messages = messages
         self.has_left = False
+        self.failure: str | None = None
+        """Why it has failed, as it said itself."""
         self.report: Callable[[], Any] = lambda: None
         self.reported: Any = None
         self._pulse = pulse
         self._ended: list[str] = []
         """Why it has ended, if it has."""
         self._when_ended: Callable[[str], None] = self._ended.append
-        threading.Thread(target=self._watch, name=f"headrace-rank-{rank}", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name=f"headrace-rank-{rank}", daemon=True)
+        self._watching.start()
 
     def watch(self, ended: Callable[[str], None]) -> None:
         """Call `ended` with a sentence once the rank has ended without leaving; it may have already."""
         self._when_ended = ended
         for reason in self._ended:
             ended(reason)
+
+    def end(self) -> EngineDead:
+        """The error for a rank whose connection has ended; it may be about to say why."""
+        self._watching.join(PULSE_S)
+        return EngineDead(self.failure or f"rank {self.rank} has ended")
 
     def _watch(self) -> None:
         heard_at = time.monotonic()
@@ -81,6 +95,10 @@ class Peer:
                     if (heard := self._pulse.recv()) == _LEAVING:
                         self.has_left = True
                         return
+                    if isinstance(heard, _Failed):
+                        self.failure = heard.reason
+                        self._when_ended(heard.reason)
+                        return
                     self.reported, heard_at = heard, time.monotonic()
         except (OSError, EOFError):
             reason = f"rank {self.rank} has ended"
@@ -91,6 +109,12 @@ class Peer:
         """This rank ends, which is no failure."""
         with suppress(OSError):
             self._pulse.send(_LEAVING)
+        self.close()
+
+    def fail(self, reason: str) -> None:
+        """This rank ends for a reason, which the other one reports."""
+        with suppress(OSError):
+            self._pulse.send(_Failed(reason))
         self.close()
 
     def close(self) -> None:
@@ -180,6 +204,12 @@ class Ranks:
             peer.leave()
         self.end_processes()
 
+    def fail(self, reason: str) -> None:
+        """The others are told why this rank can't go on."""
+        for peer in self.peers:
+            peer.fail(f"rank {self.rank}: {reason}")
+        self.end_processes()
+
     def close(self) -> None:
         for peer in self.peers:
             peer.close()
@@ -189,7 +219,7 @@ class Ranks:
         try:
             peer.messages.send_bytes(packed)
         except OSError as error:
-            raise EngineDead(f"rank {peer.rank} has ended") from error
+            raise peer.end() from error
 
     def _receive(self, peer: Peer) -> Any:
         try:
@@ -197,7 +227,7 @@ class Ranks:
             peer.has_left |= message is None
             return message
         except (OSError, EOFError) as error:
-            raise EngineDead(f"rank {peer.rank} has ended") from error
+            raise peer.end() from error
 
 
 class Meeting:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ START_S = 120.0
 END_S = 3.0
 
 _POLL_S = 0.1
+
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+"""A host that doesn't answer, or wants a password, is an error within seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ class _Team:
     def _invite(self, invitation: Invitation) -> None:
         words = [sys.executable, "-m", RANK_MODULE]
         ssh = self._layout.hosts[invitation.rank].ssh
-        command = words if ssh is None else ["ssh", "-o", "BatchMode=yes", ssh, shlex.join(words)]
+        command = words if ssh is None else [*_SSH, ssh, shlex.join(words)]
         try:
             # a separate process session: the terminal's Ctrl-C goes to rank 0 only
             process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -95,7 +99,7 @@ class _Team:
             raise ConfigError(f"--ranks: {command[0]} can't be started: {error.strerror}") from error
         self._processes.append(process)
         assert process.stdin is not None
-        with process.stdin as stdin:
+        with suppress(BrokenPipeError), process.stdin as stdin:  # one that has ended is reported while waiting
             stdin.write(invitation.line().encode())
 
     def _gather(self, meeting: Meeting) -> Ranks:
@@ -115,7 +119,9 @@ class _Team:
             waiting.join(_POLL_S)
             for rank, process in enumerate(self._processes, start=1):
                 if (code := process.poll()) is not None:
-                    raise ConfigError(f"--ranks: rank {rank} has ended with {code} before it came")
+                    ssh = self._layout.hosts[rank].ssh
+                    where = "" if ssh is None else f" on {ssh}"
+                    raise ConfigError(f"--ranks: rank {rank}{where} has ended with {code} before it came")
             if time.monotonic() > until:
                 raise ConfigError(f"--ranks: not all ranks have come within {START_S:g} s")
         if not found:
