@@ -134,7 +134,8 @@ async def message_turns(client: httpx.AsyncClient, session: int) -> AsyncIterato
     messages: list[dict[str, Any]] = []
     for turn in range(6):
         messages.append({"role": "user", "content": question(session, turn)})
-        response = await client.post("/v1/messages", json={"model": "m", "messages": messages, "max_tokens": 16})
+        asked = {"model": "miniature", "messages": messages, "max_tokens": 16}
+        response = await client.post("/v1/messages", json=asked)
         body = response.json()
         messages.append({"role": "assistant", "content": body["content"]})
         usage = body["usage"]
