@@ -116,7 +116,7 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     monkeypatch.setattr(doctor, "resources", lambda *_: Resources(gpu, 9_000_000_000, 80_000_000_000, tmp_path))
     monkeypatch.setattr(doctor, "preview", lambda config: None)
     fitting = Fit(4_000_000_000, 4_000_000_000, 14_000_000_000, lambda num_tokens: 100_000 * num_tokens, 4096, 0, 1)
-    monkeypatch.setattr(doctor, "fit", lambda *_: fitting)
+    monkeypatch.setattr(doctor, "fit", lambda *_, **__: fitting)
     monkeypatch.setattr(doctor, "machine_report", lambda numerics: [f"the machine, {numerics}"])
     words = SimpleNamespace(constraints=None)
     monkeypatch.setattr(doctor, "configured_text_pipeline", lambda config: asked.append(config) or words)
