@@ -35,7 +35,8 @@ _NO_GGUF = (
 class ModelFiles:
     """A checkpoint's folder and its parsed JSON files.
 
-    config: as stored, but with the `model_type` that mlx-lm knows. text_config: the text model's part of it.
+    config: as stored, but with the `model_type` and the rotary fields that mlx-lm knows. text_config: the text model's
+    part of it.
     recipe: of an embedding model or a reranker; None for a model that writes text.
     """
 
@@ -149,12 +150,35 @@ def read_files(name: str, directory: Path) -> ModelFiles:
     recipe = find_recipe(name, directory, config)
     config["model_type"] = _known_model_type(config["model_type"])
     text_config = next((config[key] for key in NESTED_TEXT_CONFIGS if isinstance(config.get(key), dict)), config)
+    for one in (config, text_config):
+        _add_rope(one)
     generation_config = _read_json(directory / "generation_config.json") or {}
     for one in (config, text_config, generation_config):
         ids = one.get("eos_token_id")
         if not all(isinstance(id, int) for id in (ids if isinstance(ids, list) else [] if ids is None else [ids])):
             raise ModelError(f"{directory}: eos_token_id is neither a token's id nor a list of such")
     return ModelFiles(name, directory, config, text_config, generation_config, recipe)
+
+
+def _add_rope(config: dict[str, Any]) -> None:
+    """Add the older fields for transformers 5's `rope_parameters`: most of mlx-lm's models read only these.
+
+    Without them such a model would rotate by its family's default, and answer wrongly.
+    """
+    found = config.get("rope_parameters")
+    if not isinstance(found, dict):
+        return
+    # Gemma 3 and others have one set for each kind of attention
+    whole = found.get("full_attention", found)
+    local = found.get("sliding_attention")
+    if isinstance(whole, dict) and "rope_theta" in whole:
+        config.setdefault("rope_theta", whole["rope_theta"])
+        if whole.get("rope_type", "default") != "default":
+            config.setdefault("rope_scaling", whole)
+        if "partial_rotary_factor" in whole:
+            config.setdefault("partial_rotary_factor", whole["partial_rotary_factor"])
+    if isinstance(local, dict) and "rope_theta" in local:
+        config.setdefault("rope_local_base_freq", local["rope_theta"])
 
 
 def _without_config(has_gguf: bool) -> str:
