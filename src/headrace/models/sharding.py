@@ -54,6 +54,10 @@ def split(model: Any, files: ModelFiles, group: mx.distributed.Group) -> None:
             _repeat_key_heads(mixer, num_ranks // mixer.num_k_heads)
     with foreign_errors(partial(_refusal, files, num_ranks)):
         model.shard(group)
+    for mixer in _mixers(model):
+        if 0 in [vars(mixer).get(name) for name in _KEY_HEADS]:
+            reason = f"{type(mixer).__name__} has fewer heads of keys"
+            raise ModelError(f"{files.name} can't be split over {num_ranks} ranks: {reason}")
 
 
 def is_sharded(model: Any) -> bool:
