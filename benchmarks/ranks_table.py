@@ -92,7 +92,7 @@ LINKS = (
     Link("Thunderbolt 4, TCP", 300e-6, 16.4e9 / 8, M3_ULTRA),
     Link("Thunderbolt 5, TCP", 150e-6, 80e9 / 8, M3_ULTRA),
     Link("Thunderbolt 5, JACCL", 30e-6, 6.3e9, M3_ULTRA, is_ring=False),
-    Link("NVLink, NCCL", 6e-6, 370e9, H200, is_ring=False),
+    Link("NVLink, NCCL", 35e-6, 214e9, H200, is_ring=False),
 )
 
 
