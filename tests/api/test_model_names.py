@@ -8,7 +8,7 @@ from openai.types import Model
 from headrace.api.openai_models import ListedModel, model_list, one_model
 from headrace.errors import ModelNotFound
 from headrace.types.model import ModelOutline
-from headrace.types.status import ModelState
+from headrace.types.model_status import ModelState
 
 MODELS = {
     "small": ListedModel("small", ModelState.LOADED, None, ModelOutline(100, ("chat",), ("text", "image"))),

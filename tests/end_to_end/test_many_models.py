@@ -23,7 +23,7 @@ from headrace.cli.serve_plan import ServePlan, read_plan
 from headrace.config import ServerConfig
 from headrace.errors import RequestCancelled
 from headrace.session.models import Models
-from headrace.types.status import ModelState
+from headrace.types.model_status import ModelState
 
 SMALL = ("miniature", "miniature-draft")
 ALL = (*SMALL, "smollm2")

@@ -20,7 +20,8 @@ from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.types.memory import MemoryShare, ModelMemory
 from headrace.types.model import ModelOutline
-from headrace.types.status import ModelState, WaitReason
+from headrace.types.model_status import ModelState
+from headrace.types.status import WaitReason
 
 NAMES = ("small", "org/Small-1B")
 

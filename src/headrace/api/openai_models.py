@@ -14,7 +14,7 @@ from headrace.api.openai_completion import read_token_ids
 from headrace.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from headrace.types.chat import ChatRequest
 from headrace.types.model import ModelOutline
-from headrace.types.status import ModelState
+from headrace.types.model_status import ModelState
 
 
 @dataclass(frozen=True, slots=True)

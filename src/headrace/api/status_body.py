@@ -8,8 +8,9 @@ from typing import Any
 
 from headrace.types.metric import metrics_of
 from headrace.types.model import ModelDescription
+from headrace.types.model_status import ModelStatus
 from headrace.types.recent import ErrorStatus
-from headrace.types.status import CacheStatus, EngineStatus, ModelStatus, ProcessStatus, WarmUpStatus
+from headrace.types.status import CacheStatus, EngineStatus, ProcessStatus, WarmUpStatus
 
 
 def status_body(

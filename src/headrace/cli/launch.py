@@ -32,7 +32,7 @@ from headrace.clients.text import settings_text
 from headrace.config import ServerConfig
 from headrace.config_loading import environment_for
 from headrace.errors import ConfigError
-from headrace.types.status import ModelState
+from headrace.types.model_status import ModelState
 
 _TERMINATED = 128
 """Exit code after a signal: this plus its number."""

@@ -21,7 +21,7 @@ import httpx
 from headrace.cli.progress_line import Waiting
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
-from headrace.types.status import ModelState
+from headrace.types.model_status import ModelState
 
 _POLL_S = 0.2
 _ANSWER_S = 10.0

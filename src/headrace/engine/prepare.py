@@ -120,9 +120,8 @@ def prepare(
     disk = open_disk_tier(
         config, files.directory, loaded, drafting.origin, whole.tower, kv.sample, budget_bytes, here.kind
     )
-    report = (*_device_lines(here, products), *_wired_lines(here, knobs.wired, held), *loaded.report, *kv.report)
-    report += (*_adapter_lines(whole), _context_line(max_model_len, cost, memory), *drafting.report, *whole.tower_lines)
-    report += () if disk is None else (disk.report,)
+    report = (*_device_lines(here, products), *_wired_lines(here, knobs.wired, held))
+    report += (*whole.report(_context_line(max_model_len, cost, memory)), *([] if disk is None else [disk.report]))
     report += () if draft is None else (report_line(draft, config, of_draft),)
     parts, stages = _make_caches(config, files.name, cost, disk, whole.tower, budget_bytes, together.lead)
     if draft is not None:
@@ -160,6 +159,11 @@ class _Whole:
     adapters: AdapterPool
     named_adapters: tuple[AdapterDescription, ...]
     memory: MemoryPlan
+
+    def report(self, context_line: str) -> tuple[str, ...]:
+        names = ", ".join(each.name for each in self.named_adapters)
+        adapters = (f"adapters: {names}, {self.adapters.num_bytes / 1e6:.1f} MB",) if names else ()
+        return (*self.model.report, *self.kv.report, *adapters, context_line, *self.drafting.report, *self.tower_lines)
 
 
 def _load_parts(
@@ -226,13 +230,6 @@ def _device_lines(here: Device, products: blas.BlasReport) -> tuple[str, ...]:
 
 def _wired_lines(here: Device, wanted: str, held: MemoryPlan) -> tuple[str, ...]:
     return () if here.mac is None else (wire(here.mac, wanted, held.weights_bytes + held.others_bytes),)
-
-
-def _adapter_lines(whole: _Whole) -> tuple[str, ...]:
-    if not whole.named_adapters:
-        return ()
-    names = ", ".join(each.name for each in whole.named_adapters)
-    return (f"adapters: {names}, {whole.adapters.num_bytes / 1e6:.1f} MB",)
 
 
 def _context_line(num_tokens: int, cost: StateCost, memory: MemoryBudget) -> str:

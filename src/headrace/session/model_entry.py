@@ -16,7 +16,7 @@ from headrace.errors import InvalidRequest
 from headrace.session.embeddings import AnySession, EmbeddingSession
 from headrace.types.memory import MemoryShare
 from headrace.types.model import ModelOutline, ModelTraits
-from headrace.types.status import ModelState, ModelStatus
+from headrace.types.model_status import ModelState, ModelStatus
 
 Result = TypeVar("Result")
 

@@ -25,15 +25,8 @@ from headrace.session.memory_division import divide, needed_room, room_beside
 from headrace.session.model_entry import ModelEntry, ModelSource, in_daemon
 from headrace.session.served_models import ServedModels
 from headrace.types.memory import MemoryShare
-from headrace.types.status import (
-    IDLE_STATUS,
-    EngineStatus,
-    ModelState,
-    Phase,
-    RequestStatus,
-    WaitReason,
-    WarmUpStatus,
-)
+from headrace.types.model_status import ModelState
+from headrace.types.status import IDLE_STATUS, EngineStatus, Phase, RequestStatus, WaitReason, WarmUpStatus
 
 log = logging.getLogger("headrace.session")
 
