@@ -91,7 +91,10 @@ def test_a_signal_in_the_middle_ends_both_programs(number: signal.Signals, tmp_p
         assert process.stdout is not None
         assert process.stdout.readline() == "measuring\n"
         process.send_signal(number)
-        assert process.wait(PATIENCE_S) == 128 + number
+        try:
+            assert process.wait(PATIENCE_S) == 128 + number
+        finally:
+            process.kill()
     assert server_is_gone(tmp_path)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "bench.pid").read_text()), 0)
