@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 from clients.launcher import NOTING, PATIENCE_S, SLEEPING, Launcher
 from clients.served import CONTEXT, served
 
+from headrace.cli.launch_client import run_client
 from headrace.cli.launch_server import free_port
 
 
@@ -213,6 +214,21 @@ def test_terminating_the_launcher_terminates_the_client(launcher: Launcher, url:
     assert process.wait(PATIENCE_S) == 5
     process.communicate()
     assert launcher.leftovers() == []
+
+
+def test_a_signal_that_comes_while_the_client_starts_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def start_late(words: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        signal.raise_signal(signal.SIGTERM)
+        return start(words, env=env)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    monkeypatch.setattr(subprocess, "Popen", start_late)
+    try:
+        assert run_client(["sleep", "600"], os.environ) == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_client_that_a_signal_kills_gives_its_number(launcher: Launcher, url: str) -> None:

@@ -32,11 +32,7 @@ def run_client(words: Sequence[str], environment: Mapping[str, str]) -> int:
 
     It shares the terminal and the process group, so Ctrl-C reaches it directly.
     """
-    try:
-        process = subprocess.Popen(words, env=environment)
-    except OSError as error:
-        raise ConfigError(f"{words[0]} can't be started: {error.strerror or error}") from error
-    with _signals_for(process):
+    with _started(words, environment) as process:
         status = _wait(process)
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -50,20 +46,34 @@ def end_background(files: Sequence[str]) -> None:
 
 
 @contextmanager
-def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Meanwhile signals are the client's."""
+def _started(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A client, whose are all signals of this process from before its start, so that none leaves it running."""
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if number not in _OF_THE_TERMINAL or not _is_in_foreground():
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+        if process is None:
+            early.append(number)
+        elif number not in _OF_THE_TERMINAL or not _is_in_foreground():
+            _send(process, number)
 
     before = {number: signal.signal(number, pass_on) for number in (*_PASSED_ON, *_OF_THE_TERMINAL)}
     try:
-        yield
+        try:
+            process = subprocess.Popen(words, env=environment)
+        except OSError as error:
+            raise ConfigError(f"{words[0]} can't be started: {error.strerror or error}") from error
+        for number in early:
+            _send(process, number)
+        yield process
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, number)
 
 
 def _is_in_foreground() -> bool:
