@@ -25,7 +25,8 @@ _PATIENCE_S = 900
 
 _ROWS = 4
 # Prompts keep replicas busier than Ray's proxy.
-_WORKLOAD = ("--workload", "long-prompt", "--streams", str(4 * _ROWS), "--requests", str(8 * _ROWS))
+_WORKLOAD = f"--workload long-prompt --streams {4 * _ROWS} --requests {12 * _ROWS} --repeats 2".split()
+_WORKLOAD += "--prompt-tokens 400 --max-tokens 24".split()
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(SSHD is None, reason="sshd is
 
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file of two hosts, the second one reached by a server of its own."""
+    """A file of two hosts, the second one reached by a separate server."""
     assert SSHD is not None
     for name in ("host", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
