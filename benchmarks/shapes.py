@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.utils import _get_classes, quantize_model
+from mlx_lm.utils import quantize_model
 
 from headrace.backend.device import device_kind
 from headrace.errors import ConfigError
+from headrace.models.weights import built, evaluate_by_module
 from headrace.state.sequence import StateCost
 
 GROUP_SIZE = 64
@@ -148,15 +148,9 @@ def config_of(shape: str, num_layers: int | None = None) -> dict[str, Any]:
 
 
 def random_model(config: Mapping[str, Any], *, dtype: str = "bfloat16", bits: int | None = None) -> Any:
-    """`planned_model`, its weights made on the device one module after the other.
-
-    So hardly more is ever held than what the model takes in the end.
-    """
+    """`planned_model`, its weights made on the device."""
     model = planned_model(config, dtype=dtype, bits=bits)
-    for module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).values():
-        mx.eval(module.parameters())
-        mx.clear_cache()
-    mx.eval(model.parameters())
+    evaluate_by_module(model)
     return model
 
 
@@ -166,13 +160,11 @@ def planned_model(config: Mapping[str, Any], *, dtype: str = "bfloat16", bits: i
     Nothing is computed yet. dtype: a floating type of mlx.core. bits: of quantised weights, in groups of 64, where the
     model's own predicate wants them; None for none.
     """
-    made = copy.deepcopy(dict(config))
-    model_class, arguments = _get_classes(made)
-    model: Any = model_class(arguments.from_dict(made))
+    model = built(config)
     wanted: mx.Dtype = getattr(mx, dtype)
     model.update(tree_map_with_path(lambda path, created: _drawn(path, created, wanted), model.parameters()))
     if bits is not None:
-        model, _ = quantize_model(model, made, GROUP_SIZE, bits)
+        model, _ = quantize_model(model, dict(config), GROUP_SIZE, bits)
     model.eval()
     return model
 

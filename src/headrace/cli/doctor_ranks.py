@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from headrace.cli.fit import gb
 from headrace.config import Config
-from headrace.engine.group import ranks_layout
+from headrace.engine.group import differences, ranks_layout
 from headrace.engine.rank_check import CheckedRanks, RankCheck, check_ranks
 from headrace.errors import ModelError
 from headrace.models.preview import Preview, Split, foresee_split
@@ -29,8 +29,8 @@ def rank_lines(config: Config, found: Preview | None) -> Iterator[str]:
     yield from _host_lines(checked)
     if split is not None and found is not None:
         yield from _split_lines(split, found, checked)
-    if differences := list(checked.differences):
-        raise ModelError("; ".join(differences))
+    if found_differences := "; ".join(differences(checked.versions)):
+        raise ModelError(found_differences)
 
 
 def _host_lines(checked: CheckedRanks) -> Iterator[str]:

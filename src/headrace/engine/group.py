@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,13 +99,14 @@ def join_group(ranks: Ranks) -> mx.distributed.Group:
 def check_same(ranks: Ranks, files: ModelFiles) -> None:
     """Raises ModelError on every rank for the first difference in versions or in the model's files."""
     own = {**package_versions(), "the model's files": files_digest(files.directory)}
-    first, *others = ranks.all(own)
-    for rank, found in enumerate(others, start=1):
-        if (differing := first_difference(first, found)) is not None:
-            wanted, other = first.get(differing), found.get(differing)
-            raise ModelError(f"rank {rank} differs from rank 0 in {differing}: {other} instead of {wanted}")
+    if (difference := next(differences(ranks.all(own)), None)) is not None:
+        raise ModelError(difference)
 
 
-def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """The first name with another value; None if all are the same."""
-    return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
+def differences(found: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """For each rank that differs from rank 0, the first value that does. found: by name, of each rank."""
+    first, *others = found
+    for rank, other in enumerate(others, start=1):
+        name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
+        if name is not None:
+            yield f"rank {rank} differs from rank 0 in {name}: {other.get(name)} instead of {first.get(name)}"

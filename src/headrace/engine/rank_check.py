@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import platform
-import statistics
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -14,10 +11,11 @@ from headrace import __version__
 from headrace.backend import device
 from headrace.backend.doctor import package_versions
 from headrace.config import Config
-from headrace.engine.group import first_difference, join_group
+from headrace.engine.group import join_group
 from headrace.engine.model_files import local_files
 from headrace.engine.rank_meter import rank_status
 from headrace.errors import ModelError
+from headrace.models.collectives import median_s
 from headrace.models.fingerprint import files_digest
 from headrace.ranks.channel import Ranks
 from headrace.types.ranks import RankStatus
@@ -49,13 +47,6 @@ class CheckedRanks:
     versions: tuple[dict[str, str], ...]
     link: Link
 
-    @property
-    def differences(self) -> Iterator[str]:
-        first, *others = self.versions
-        for rank, other in enumerate(others, start=1):
-            if (name := first_difference(first, other)) is not None:
-                yield f"rank {rank} differs from rank 0 in {name}: {other.get(name)} instead of {first.get(name)}"
-
 
 def check_ranks(ranks: Ranks, config: Config) -> CheckedRanks:
     """Raises ConfigError on a rank that can't connect."""
@@ -66,18 +57,10 @@ def check_ranks(ranks: Ranks, config: Config) -> CheckedRanks:
 
 
 def measure_link(group: mx.distributed.Group) -> Link:
-    small_s = _median_s(group, _SMALL_BYTES, _NUM_SMALL)
-    return Link(small_s, _LARGE_BYTES / _median_s(group, _LARGE_BYTES, _NUM_LARGE))
-
-
-def _median_s(group: mx.distributed.Group, num_bytes: int, times: int) -> float:
-    x = mx.zeros(num_bytes // 4, mx.float32)
-    seconds = []
-    for _ in range(1 + times):
-        started = time.perf_counter()
-        mx.eval(mx.distributed.all_sum(x, group=group))
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])  # the first one warms up
+    small, large = (mx.zeros(num_bytes // 4, mx.float32) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES))
+    small_s = median_s(lambda: mx.eval(mx.distributed.all_sum(small, group=group)), _NUM_SMALL)
+    large_s = median_s(lambda: mx.eval(mx.distributed.all_sum(large, group=group)), _NUM_LARGE)
+    return Link(small_s, _LARGE_BYTES / large_s)
 
 
 def _versions() -> dict[str, str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +185,14 @@ class Tap:
     """Whether `hidden` is the norm's output or, as an experiment, its input."""
     hidden: mx.array | None = None
     """`[1, T, hidden]` for all tokens of the step."""
+
+    @contextmanager
+    def picking(self, picks: mx.array | None) -> Iterator[None]:
+        self.picks = picks
+        try:
+            yield
+        finally:
+            self.picks = None
 
 
 class TappedNorm(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -95,19 +95,27 @@ def time_collectives(collectives: Sequence[Collective], group: mx.distributed.Gr
 
 def _line(collectives: Sequence[Collective], group: mx.distributed.Group, many: int) -> tuple[float, float]:
     """Seconds for no rows, and for each, by the times of one row and of many."""
-    one_s, many_s = (_median_s(collectives, group, number) for number in (1, many))
+    one_s, many_s = (_forward_s(collectives, group, number) for number in (1, many))
     each_s = max(0.0, many_s - one_s) / (many - 1)
     return max(0.0, one_s - each_s), each_s
 
 
-def _median_s(collectives: Sequence[Collective], group: mx.distributed.Group, num_rows: int) -> float:
-    times = []
-    for _ in range(1 + _NUM_TIMED):
-        started = time.perf_counter()
+def _forward_s(collectives: Sequence[Collective], group: mx.distributed.Group, num_rows: int) -> float:
+    def forward() -> None:
         for one, number in Counter(collectives).items():
             mx.eval(_chain(one, number, group, num_rows))
+
+    return median_s(forward, _NUM_TIMED)
+
+
+def median_s(compute: Callable[[], object], num_timed: int) -> float:
+    """Seconds of a computation that waits for its result, after one that warms up."""
+    times = []
+    for _ in range(1 + num_timed):
+        started = time.perf_counter()
+        compute()
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])  # the first one warms up
+    return statistics.median(times[1:])
 
 
 def _chain(one: Collective, length: int, group: mx.distributed.Group, num_rows: int) -> mx.array:

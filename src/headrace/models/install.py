@@ -107,11 +107,8 @@ class Adapters:
 
     def _install(self, path: ModulePath, level: Level, fresh_cache: FreshCache) -> None:
         if level is Level.ADAPTER:
-            replacements: dict[str, Callable[..., Any]] = {
-                "scaled_dot_product_attention": packed_attention,
-                **REPLACEMENTS,
-            }
-            self._restores += [wrap_ropes(path.module, self._sections, self._angles), rebind(path.module, replacements)]
+            attention = {"scaled_dot_product_attention": packed_attention}
+            self._restores += [wrap_ropes(path.module, self._sections, self._angles), rebind(path.module, attention)]
         elif level is Level.PACKED:
             self._replace(path, GatedDeltaMixer(path.module))
         else:

@@ -149,12 +149,8 @@ class MtpHead:
     def _outputs(
         self, step: PackedStep, embeddings: mx.array, picks: mx.array | None, hidden: mx.array
     ) -> list[mx.array]:
-        tap = self._adapters.tap
-        tap.picks = picks
-        try:
+        with self._adapters.tap.picking(picks):
             rows = self.module(embeddings, hidden, View(step, self._trunk.head_key, None)).squeeze(0)
-        finally:
-            tap.picks = None
         return [rows, self._trunk.project(rows[None])]
 
 

@@ -185,13 +185,11 @@ class PackedModel:
         return [array for row in rows if row.state.snapshot_points for array in row.state.snapshot_arrays()]
 
     def _logits(self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array) -> mx.array:
-        tap = self._adapters.tap
-        tap.picks = picks
         try:
-            views, (ids, embeddings) = views_of(step, self._windows), self._inputs(rows, ids)
-            logits: mx.array = self.model(ids, cache=views, **embeddings).squeeze(0)  # an index would copy them
+            with self._adapters.tap.picking(picks):
+                views, (ids, embeddings) = views_of(step, self._windows), self._inputs(rows, ids)
+                logits: mx.array = self.model(ids, cache=views, **embeddings).squeeze(0)  # an index would copy them
         finally:
-            tap.picks = None
             self._deepstack.set(())
         return logits
 
@@ -222,11 +220,8 @@ class PackedModel:
     ) -> list[mx.array]:
         """Logits, and the hidden rows if they are kept, of a step that is being compiled."""
         tap = self._adapters.tap
-        tap.picks = picks
-        try:
+        with tap.picking(picks):
             logits = self.model(ids[None], cache=views_of(step, self._windows)).squeeze(0)
-        finally:
-            tap.picks = None
         hidden, tap.hidden = tap.hidden, None
         return [logits] if hidden is None else [logits, hidden]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import _get_classes
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
@@ -27,7 +25,7 @@ from headrace.models.source import (
     read_small_files,
     weights_bytes,
 )
-from headrace.models.weights import MEMORY_SHARE, num_parameters
+from headrace.models.weights import MEMORY_SHARE, built, num_parameters
 from headrace.state.layer import LayerCost
 from headrace.state.module import caches_in
 from headrace.state.quantized_kv import group_size, packed_bytes
@@ -96,16 +94,10 @@ class Split:
 def foresee_split(files: ModelFiles, num_ranks: int) -> Split:
     """Without any weights, and without the other ranks. Raises ModelError for a model that can't be split so."""
     with foreign_errors(lambda error: ModelError(f"{files.name} can't be split: {error}")):
-        model = _built(files.config)
+        model = built(files.config)
         num_whole = num_parameters(model)
         split(model, files, cast(mx.distributed.Group, AbsentGroup(num_ranks)))
         return Split(num_parameters(model) / num_whole, collectives_of(model))
-
-
-def _built(config: Mapping[str, Any]) -> Any:
-    """mlx-lm's model of a configuration, of which no array is evaluated."""
-    model_class, arguments = _get_classes(dict(config))
-    return model_class(arguments.from_dict(copy.deepcopy(dict(config))))
 
 
 def foresee(
@@ -120,7 +112,7 @@ def foresee(
     try:
         # a configuration may make a model file fail in any way
         with foreign_errors(lambda error: ModelError(str(error))):
-            model = _built(config)
+            model = built(config)
             caches = make_prompt_cache(model)
             model(mx.array([[0]]), cache=caches)
             costs = tuple(_cost(one, item_bytes, kv_bits) for cache in caches for one in caches_in(cache))

@@ -20,7 +20,7 @@ from mlx_lm.utils import save_model
 from headrace.errors import ModelError
 from headrace.models.fingerprint import add_files, add_versions, weights_digest
 from headrace.models.source import ModelFiles
-from headrace.models.weights import Loaded, cast, load_weights
+from headrace.models.weights import Loaded, cast, evaluate_by_module, load_weights
 from headrace.state.disk_folder import MODELS
 
 logger = logging.getLogger(__name__)
@@ -116,9 +116,7 @@ def quantize(files: ModelFiles, form: str, dtype: str) -> Quantized:
         return found if isinstance(found, bool) or settings["mode"] == "affine" else settings
 
     nn.quantize(loaded.model, **settings, class_predicate=chosen)
-    leaves: Any = tree_flatten(loaded.model.leaf_modules(), is_leaf=nn.Module.is_module)
-    for _, leaf in leaves:
-        mx.eval(leaf.parameters())
+    evaluate_by_module(loaded.model)
     if not _settings_of(loaded.model):
         raise ModelError(f"--quantize: no layer of {files.name} is as wide as groups of {settings['group_size']} need")
     return Quantized(loaded, None, "not kept")

@@ -8,12 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.models.base import gather_last_axis
 
 from headrace.errors import ModelError
 from headrace.models.levels import is_gated_delta, mixers_of
 from headrace.models.source import ModelFiles, foreign_errors
+from headrace.models.weights import evaluate_by_module
 
 _QUERY_HEADS = ("n_heads", "num_heads", "num_attention_heads", "num_v_heads")
 _KEY_HEADS = ("n_kv_heads", "num_key_value_heads", "num_k_heads")
@@ -28,16 +29,9 @@ _SHARDED = (
 
 
 def shard(model: Any, files: ModelFiles, group: mx.distributed.Group) -> None:
-    """Keep this rank's part of the weights, which need not be evaluated before and are afterwards.
-
-    One module after the other, so that hardly more than the part and one whole module is held at a time. Raises
-    ModelError as `split` does.
-    """
+    """Keep this rank's part of the weights, which are evaluated then. Raises ModelError as `split` does."""
     split(model, files, group)
-    for module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).values():
-        mx.eval(module.parameters())
-        mx.clear_cache()
-    mx.eval(model.parameters())
+    evaluate_by_module(model)
 
 
 def split(model: Any, files: ModelFiles, group: mx.distributed.Group) -> None:

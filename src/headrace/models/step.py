@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -150,18 +151,12 @@ class PackedStep:
 
     def shared(self, table: tuple[tuple[int, ...], ...]) -> mx.array:
         """The table as an int32 array."""
-        if table not in self._found:
-            numbers = [number for row in table for number in row]
-            self._found[table] = to_device(numbers, mx.int32).reshape(len(table), -1)
-        found: mx.array = self._found[table]
-        return found
+        numbers = chain.from_iterable(table)
+        return self.cached(table, lambda: to_device(list(numbers), mx.int32).reshape(len(table), -1))
 
     def once(self, make: Callable[[PackedStep, Argument], Found], argument: Argument) -> Found:
         """Call `make` for the first layer that asks, and give its result to the other layers of the kind."""
-        if make not in self._found:
-            self._found[make] = make(self, argument)
-        found: Found = self._found[make]
-        return found
+        return self.cached(make, lambda: make(self, argument))
 
     def cached(self, key: Hashable, make: Callable[[], Found]) -> Found:
         """What `make` gives, made once for all layers of the step that need the same."""

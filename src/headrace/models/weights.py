@@ -176,6 +176,21 @@ def _evaluate(model: Any) -> None:
     check_cancelled()
 
 
+def evaluate_by_module(model: Any) -> None:
+    """One module after the other, so that hardly more is held at a time than the weights and what makes one module."""
+    for module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).values():
+        mx.eval(module.parameters())
+        mx.clear_cache()
+    mx.eval(model.parameters())
+
+
+def built(config: Mapping[str, Any]) -> Any:
+    """mlx-lm's model of a configuration, of which no array is evaluated."""
+    made = copy.deepcopy(dict(config))  # model classes edit the config that they are given, nested parts too
+    model_class, arguments = _get_classes(made)
+    return model_class(arguments.from_dict(made))
+
+
 def cast(model: Any, dtype: mx.Dtype) -> None:
     """All floats to `dtype`; what the family wants kept out of half precision stays as stored."""
     casts = None if dtype == mx.float32 else getattr(model, "cast_predicate", None)
