@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from benchmarks.figures import watch_memory
+from benchmarks.references import Float64, largest_error
 from headrace.backend.cuda import moe
 from headrace.backend.cuda.shapes import DeltaShape, HeadShape
 from headrace.backend.device import DeviceKind
@@ -23,6 +24,7 @@ _AHEAD = {"cpu": 64, "cuda": 8192, "metal": 4096}
 """Rows of the square matrices whose products a chain waits for: longer than the host takes for the chain."""
 
 Step = Callable[[mx.array, int], Sequence[mx.array]]
+Error = Callable[[Sequence[mx.array]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Case:
     shape: str
     num_bytes: int
     call: Callable[[], Sequence[mx.array]]
-    error: Callable[[Sequence[mx.array]], float]
+    error: Error
     is_long: bool = False
     chain: Chain | None = None
 
@@ -119,9 +121,6 @@ def _seconds(chain: Chain, ahead: mx.array, places: range) -> float:
     return time.perf_counter() - started
 
 
-Error = Callable[[Sequence[mx.array]], float]
-
-
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
     """What is measured. rows: pairs of rows and tokens of each. contexts: of attention. chunks: tokens of one row.
@@ -186,22 +185,25 @@ _QWEN3_5 = LayerSizes(
 
 
 def sizes_of(kind: DeviceKind) -> LayerSizes:
-    """Small ones where there is no CUDA."""
     return _QWEN3_5 if kind == "cuda" else _SMALL
 
 
-def case_of(kernel: str, form: str, shape: str, num_bytes: int, chain: Chain, error: Error) -> Case:
-    """Of a chain's first call."""
+def case_of(kernel: str, shape: str, num_bytes: int, chain: Chain, error: Error, form: str | None = None) -> Case:
+    """Of a chain's first call. form: None for what a kernel's function runs on this machine."""
+    form = form or ("kernel" if mx.cuda.is_available() else "operations")
     return Case(kernel, form, shape, num_bytes, lambda: chain.step(chain.x, 0), error, chain=chain)
 
 
-def form_here() -> str:
-    """What kernels' functions run on this machine."""
-    return "kernel" if mx.cuda.is_available() else "operations"
+def error_of_first(wanted: Float64, part: Callable[[mx.array], mx.array] = lambda y: y) -> Error:
+    """part: of the first result, what is compared."""
+    return lambda found: largest_error(part(found[0]), wanted)
+
+
+def error_of_all(wanted: Sequence[Float64]) -> Error:
+    return lambda found: max(largest_error(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def rows_name(num_rows: int, num_tokens: int) -> str:
-    """Of a shape."""
     return f"{num_rows} × {num_tokens} tokens"
 
 
@@ -216,5 +218,4 @@ def normal(sizes: LayerSizes, *shape: int, scale: float = 1.0) -> mx.array:
 
 
 def num_bytes(arrays: Sequence[mx.array]) -> int:
-    """Of all of them."""
     return sum(array.nbytes for array in arrays)

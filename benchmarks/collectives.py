@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from benchmarks.command import exit_code
+from benchmarks.command import add_json, add_ranks, exit_code
 from benchmarks.processes import backend_here, read_given, run_ranks, say
 from headrace.bench.table import Row, aligned
 from headrace.config_loading import Parser
@@ -78,7 +76,11 @@ _NAMES = ("alone", "step", "compiled", "host", "compiled_host", "gather")
 
 
 def run(argv: Sequence[str]) -> None:
-    given = _parser().parse_args(list(argv))
+    parser = Parser(prog="python -m benchmarks.collectives", description=_ABOUT, allow_abbrev=False)
+    add_ranks(parser, limit_s=300.0)
+    parser.add_argument("--repeats", metavar="N", type=int, default=20, help="of each measure (default: 20)")
+    add_json(parser)
+    given = parser.parse_args(list(argv))
     backend = given.backend or backend_here()
     layout = read_layout(given.ranks, backend)
     found: list[dict[str, Any]] = []
@@ -94,28 +96,12 @@ def run(argv: Sequence[str]) -> None:
         given.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m benchmarks.collectives", description=_ABOUT, allow_abbrev=False)
-    parser.add_argument("--ranks", metavar="N", required=True, help="devices of this machine")
-    parser.add_argument("--backend", choices=("ring", "nccl"), help="default: nccl on CUDA, else ring")
-    parser.add_argument("--repeats", metavar="N", type=int, default=20, help="of each measure (default: 20)")
-    parser.add_argument("--limit-s", type=float, default=300.0, metavar="S", help="for all together")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured to this file")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after a mistake, which is reported on one line."""
-    return exit_code(run, sys.argv[1:] if argv is None else argv)
-
-
-def as_rank() -> None:
-    given, group = read_given()
-    assert group is not None
-    measure(group, given["repeats"])
+main = partial(exit_code, run)
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
         sys.exit(main())
-    as_rank()
+    given, group = read_given()
+    assert group is not None
+    measure(group, given["repeats"])

@@ -14,17 +14,17 @@ from benchmarks import references as right
 from benchmarks.cases import (
     Case,
     Chain,
-    Error,
     LayerSizes,
     Step,
     case_of,
-    form_here,
+    error_of_all,
+    error_of_first,
     normal,
     num_bytes,
     num_copies,
     sizes_of,
 )
-from benchmarks.references import Float64, double, largest_error
+from benchmarks.references import Float64, double
 from headrace.backend.cuda import matmul, moe, row_kernels
 from headrace.backend.device import DeviceKind
 
@@ -57,11 +57,10 @@ def _swiglu(sizes: LayerSizes, num_tokens: int) -> Case:
     wanted = right.silu(gate) * value
     return case_of(
         "activations.swiglu",
-        form_here(),
         f"{num_tokens} × {sizes.inner_width}",
         3 * x.nbytes // 2,
         Chain(x, lambda given, _: [row_kernels.swiglu(given)]),
-        lambda found: largest_error(found[0], wanted),
+        error_of_first(wanted),
     )
 
 
@@ -73,11 +72,10 @@ def _sum_norm(sizes: LayerSizes, num_tokens: int) -> Case:
     wanted = total, right.rms_norm(total, double(weight), 1e-6)
     return case_of(
         "norm.sum_norm",
-        form_here(),
         f"{num_tokens} × {x.shape[-1]}",
         4 * x.nbytes,
         Chain(x, lambda given, _: list(row_kernels.sum_norm(given, y, weight, eps))),
-        lambda found: max(largest_error(*pair) for pair in zip(found, wanted, strict=True)),
+        error_of_all(wanted),
     )
 
 
@@ -103,14 +101,10 @@ def _products(sizes: LayerSizes, num_out: int, num_in: int, bits: int) -> Iterat
         x = normal(sizes, 1, num_tokens, num_in)
         mx.eval(x)
         moved = weight_bytes + x.nbytes + x.itemsize * num_tokens * num_out
-        error = _product_error(double(x) @ dense.T)
+        error = error_of_first(double(x) @ dense.T, lambda y: y[..., :_CHECKED_FEATURES])
         for form, step in forms.items():
             shape = f"{num_tokens} × {num_in} to {num_out}, {stored}"
-            yield case_of("matmul.skinny", form, shape, moved, Chain(x, step), error)
-
-
-def _product_error(wanted: Float64) -> Error:
-    return lambda found: largest_error(found[0][..., : wanted.shape[-1]], wanted)
+            yield case_of("matmul.skinny", shape, moved, Chain(x, step), error, form)
 
 
 def _cycled_weights(sizes: LayerSizes, shape: tuple[int, ...], bits: int) -> list[matmul.Weights]:
@@ -157,20 +151,15 @@ def _experts(sizes: LayerSizes, bits: int) -> Iterator[Case]:
         )
         yield case_of(
             "moe.route, mix",
-            form_here(),
             f"{num_tokens} × {width}, {routing.num_experts} of {inner}, {'dense' if bits == 16 else f'{bits}-bit'}",
             round((_num_read(routing, logits) + 1) * each) + 2 * x.nbytes,
             Chain(x, _mix(routing, every, shared, logits)),
-            _first_error(wanted),
+            error_of_first(wanted, lambda y: y[0]),
         )
 
 
 def _mix(routing: moe.Routing, every: moe.Experts, shared: list[moe.Experts], logits: list[mx.array]) -> Step:
     return lambda x, i: [moe.mix(routing, every, shared[i % len(shared)], x, logits[i % len(logits)])]
-
-
-def _first_error(wanted: Float64) -> Error:
-    return lambda found: largest_error(found[0][0], wanted)
 
 
 def _num_read(routing: moe.Routing, logits: Sequence[mx.array]) -> float:
@@ -186,9 +175,8 @@ def _most_likely(sizes: LayerSizes, num_rows: int) -> Case:
     wanted = double(logits).argmax(axis=-1).astype(np.float64)
     return case_of(
         "greedy.most_likely",
-        form_here(),
         f"{num_rows} × {num_tokens}",
         logits.nbytes,
         Chain(logits, lambda given, _: [row_kernels.most_likely(given, -1)]),
-        lambda found: largest_error(found[0], wanted),
+        error_of_first(wanted),
     )

@@ -11,7 +11,7 @@ from functools import partial
 import mlx.core as mx
 
 from benchmarks import references as right
-from benchmarks.cases import Case, Measured, measured
+from benchmarks.cases import Case, Measured, error_of_first, measured
 from benchmarks.command import exit_code
 from benchmarks.few_tokens import few_tokens
 from benchmarks.layers import attention_layers, delta_layers
@@ -105,15 +105,15 @@ def _scans(
     forms: Sequence[Form], heads: Heads, num_rows: int, num_tokens: int, dtype: mx.Dtype, is_long: bool
 ) -> Iterator[Case]:
     shape = num_rows, num_tokens
-    q, k = (_normal((*shape, heads.num, heads.dim), mx.float32) for _ in range(2))
+    q, k = (mx.random.normal((*shape, heads.num, heads.dim), dtype=mx.float32) for _ in range(2))
     tokens = (
         (q / mx.linalg.norm(q, axis=-1, keepdims=True) * heads.dim**-0.5).astype(dtype),
         (k / mx.linalg.norm(k, axis=-1, keepdims=True)).astype(dtype),
-        _normal((*shape, heads.num_kv, heads.dim), dtype),
+        mx.random.normal((*shape, heads.num_kv, heads.dim), dtype=dtype),
         mx.random.uniform(0.8, 1.0, (*shape, heads.num_kv)),
         mx.random.uniform(0.0, 1.0, (*shape, heads.num_kv)).astype(dtype),
     )
-    state = _normal((num_rows, heads.num_kv, heads.dim, heads.dim), mx.float32)
+    state = mx.random.normal((num_rows, heads.num_kv, heads.dim, heads.dim), dtype=mx.float32)
     mx.eval(tokens, state)
     # of the first row the last head of each kind
     q1, k1, v1, g1, beta1 = (double(array[0])[:, -1:] for array in tokens)
@@ -144,9 +144,9 @@ def attentions(kind: DeviceKind) -> Iterator[Case]:
 
 def _attention(heads: Heads, num_rows: int, num_tokens: int, context: int, dtype: mx.Dtype, kind: DeviceKind) -> Case:
     num_packed = num_rows * num_tokens
-    q = _normal((1, heads.num, num_packed, heads.dim), dtype)
-    new = tuple(_normal((1, heads.num_kv, num_packed, heads.dim), dtype) for _ in range(2))
-    old = tuple(_normal((1, heads.num_kv, context, heads.dim), dtype) for _ in range(2))
+    q = mx.random.normal((1, heads.num, num_packed, heads.dim), dtype=dtype)
+    new = tuple(mx.random.normal((1, heads.num_kv, num_packed, heads.dim), dtype=dtype) for _ in range(2))
+    old = tuple(mx.random.normal((1, heads.num_kv, context, heads.dim), dtype=dtype) for _ in range(2))
     mx.eval(q, new, old)
     pool, spans = StatePool(), []
     for lo in range(0, num_packed, num_tokens):
@@ -171,7 +171,7 @@ def _attention(heads: Heads, num_rows: int, num_tokens: int, context: int, dtype
         f"{num_rows} × {num_tokens} tokens behind {context}, {heads}",
         2 * q.nbytes + 2 * sum(array.nbytes for array in new) + num_rows * sum(array.nbytes for array in old),
         lambda: [attend(view, q, (new[0], new[1]), scale, None, None)],
-        lambda found: largest_error(found[0][0, :, :num_tokens].swapaxes(0, 1), wanted),
+        error_of_first(wanted, lambda y: y[0, :, :num_tokens].swapaxes(0, 1)),
     )
 
 
@@ -179,36 +179,24 @@ def matmuls(kind: DeviceKind) -> Iterator[Case]:
     """A matrix of weights as it is, in four bits, and in four bits but brought back before the product."""
     sizes = _sizes(kind)
     num_in, num_out = sizes.matrix
-    whole = _normal((num_out, num_in), sizes.dtype)
+    whole = mx.random.normal((num_out, num_in), dtype=sizes.dtype)
     stored = mx.quantize(whole, group_size=64, bits=4)
     mx.eval(whole, stored)
     restored = partial(mx.dequantize, *stored, group_size=64, bits=4)
     as_stored = double(restored())
     stored_bytes = sum(array.nbytes for array in stored)
-    forms: tuple[tuple[str, Callable[[mx.array], mx.array], Float64, int], ...] = (
-        ("as it is", lambda x: x @ whole.T, double(whole), whole.nbytes),
-        ("4-bit", lambda x: mx.quantized_matmul(x, *stored, group_size=64, bits=4), as_stored, stored_bytes),
-        ("4-bit, restored", lambda x: x @ restored().T, as_stored, stored_bytes),
+    forms: tuple[tuple[str, Callable[[mx.array], list[mx.array]], Float64, int], ...] = (
+        ("as it is", lambda x: [x @ whole.T], double(whole), whole.nbytes),
+        ("4-bit", lambda x: [mx.quantized_matmul(x, *stored, group_size=64, bits=4)], as_stored, stored_bytes),
+        ("4-bit, restored", lambda x: [x @ restored().T], as_stored, stored_bytes),
     )
     for num_rows in sizes.matrix_rows:
-        x = _normal((num_rows, num_in), sizes.dtype)
+        x = mx.random.normal((num_rows, num_in), dtype=sizes.dtype)
         mx.eval(x)
         shape, moved = f"{num_rows} × {num_in} to {num_out}", x.nbytes + num_rows * num_out * x.itemsize
         for form, multiply, weights, num_bytes in forms:
-            error = partial(_first_row_error, double(x[:1]) @ weights.T)
-            yield Case("matmul", form, shape, num_bytes + moved, partial(_listed, multiply, x), error)
-
-
-def _listed(multiply: Callable[[mx.array], mx.array], x: mx.array) -> list[mx.array]:
-    return [multiply(x)]
-
-
-def _first_row_error(wanted: Float64, found: Sequence[mx.array]) -> float:
-    return largest_error(found[0][:1], wanted)
-
-
-def _normal(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    return mx.random.normal(shape).astype(dtype)
+            error = error_of_first(double(x[:1]) @ weights.T, lambda y: y[:1])
+            yield Case("matmul", form, shape, num_bytes + moved, partial(multiply, x), error)
 
 
 KERNELS: Mapping[str, Callable[[DeviceKind], Iterator[Case]]] = {
@@ -259,9 +247,7 @@ def _known(name: str) -> str:
     return name
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after a mistake, which is reported on one line."""
-    return exit_code(run, sys.argv[1:] if argv is None else argv)
+main = partial(exit_code, run)
 
 
 if __name__ == "__main__":

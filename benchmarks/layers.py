@@ -18,7 +18,8 @@ from benchmarks.cases import (
     Chain,
     LayerSizes,
     case_of,
-    form_here,
+    error_of_all,
+    error_of_first,
     normal,
     num_bytes,
     num_copies,
@@ -107,7 +108,6 @@ def _step(sizes: LayerSizes, weights: DeltaWeights, num_rows: int, num_tokens: i
     moved = 2 * (state_bytes + table.raw[:1, :context].nbytes + stashed) + table.raw[:1, :num_tokens].nbytes
     return case_of(
         "delta.step",
-        form_here(),
         rows_name(num_rows, num_tokens),
         x.nbytes + num_rows * (moved + num_tokens * shape.num_v_heads * shape.head_v_dim * x.itemsize),
         Chain(x, step),
@@ -132,11 +132,10 @@ def _prepare(sizes: LayerSizes, weights: DeltaWeights, num_tokens: int) -> Case:
     read = x.nbytes * (shape.num_channels + 2 * shape.num_v_heads) // shape.width
     return case_of(
         "delta.prepare_chunks",
-        form_here(),
         rows_name(1, num_tokens),
         read + num_bytes(step(x, 0)),
         Chain(x, step),
-        lambda found: max(largest_error(*pair) for pair in zip(found, wanted, strict=True)),
+        error_of_all(wanted),
     )
 
 
@@ -149,11 +148,10 @@ def _gated_norm(sizes: LayerSizes, weights: DeltaWeights, num_tokens: int) -> Ca
     chain = Chain(x, lambda given, _: [delta.gated_norm(shape, weights, given, projected)])
     return case_of(
         "delta.gated_norm",
-        form_here(),
         rows_name(num_tokens, 1),
         3 * x.nbytes,
         chain,
-        lambda found: largest_error(found[0], wanted),
+        error_of_first(wanted),
     )
 
 
@@ -238,7 +236,7 @@ def _rope_append(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: 
         return max(largest_error(*pair) for pair in pairs)
 
     moved = 2 * x.nbytes * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim // _layout(sizes)[0].width
-    return case_of("attention.rope_append", form_here(), rows_name(num_rows, num_tokens), moved, Chain(x, step), error)
+    return case_of("attention.rope_append", rows_name(num_rows, num_tokens), moved, Chain(x, step), error)
 
 
 def _attend(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: int, context: int) -> Case:
@@ -260,8 +258,5 @@ def _attend(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: int, 
     row = held[0][0, :, : context + num_tokens].nbytes
     moved = num_rows * 2 * row + x.nbytes + x.nbytes * heads.num_heads * heads.head_dim // layout.width
     shape = f"{rows_name(num_rows, num_tokens)} behind {context}"
-
-    def error(found: Sequence[mx.array]) -> float:
-        return largest_error(found[0][:, :num_tokens], wanted)
-
-    return case_of("attention.attend", form_here(), shape, moved, Chain(x, step), error)
+    error = error_of_first(wanted, lambda y: y[:, :num_tokens])
+    return case_of("attention.attend", shape, moved, Chain(x, step), error)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
 
 import mlx.core as mx
 
-from benchmarks.command import exit_code
+from benchmarks.command import add_json, exit_code, write_report
 from benchmarks.figures import Figure, Side, as_json, line, table
 from benchmarks.shapes import SHAPES, config_of, copy_bytes_per_s, random_model, state_bytes, weight_bytes
 from benchmarks.steps import OurSteps, PeerSteps
 from headrace.backend.device import current, device_kind
 from headrace.backend.kernels import Kernels
-from headrace.bench.report import machine, versions
+from headrace.bench.report import versions
 from headrace.cli.bench import make_folder
 from headrace.config_loading import Parser
 from headrace.engine.memory import sample_state
@@ -79,11 +77,17 @@ def measure(plan: ModelPlan, on_figure: Callable[[Figure], None], say: Callable[
             packed.restore()
             is_slow = kind == "cuda" and "linear_num_value_heads" in config
             steps = PeerSteps(model, config["vocab_size"], _SLOW_PEER_TOKENS if is_slow else None)
-        for num_tokens in plan.prefill:
-            take(steps.prefill(num_tokens, plan.num_repeats), 1, 0)
-        for num_rows, context in plan.decode:
-            take(steps.decode(num_rows, context, plan.num_steps), num_rows, context)
+        for figure, num_rows, context in figures_of(steps, plan):
+            take(figure, num_rows, context)
     return figures
+
+
+def figures_of(steps: OurSteps | PeerSteps, plan: ModelPlan) -> Iterator[tuple[Figure, int, int]]:
+    """With the rows and their context; 1 and 0 for a prefill."""
+    for num_tokens in plan.prefill:
+        yield steps.prefill(num_tokens, plan.num_repeats), 1, 0
+    for num_rows, context in plan.decode:
+        yield steps.decode(num_rows, context, plan.num_steps), num_rows, context
 
 
 _ABOUT = """Measure prefill and decode of a published shape on this device, without a server: ours and mlx-lm's in one
@@ -119,16 +123,8 @@ def run(argv: Sequence[str]) -> None:
         if figures:
             print(f"\n{table(figures, copied)}", flush=True)
         if given.json is not None:
-            report = {
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": ["python", "-m", "benchmarks.model", *argv],
-                "device": here.name,
-                "machine": machine(),
-                "versions": library_versions,
-                "copy_bytes_per_s": copied,
-                "figures": [as_json(figure, copied) for figure in figures],
-            }
-            given.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            found = {"copy_bytes_per_s": copied, "figures": [as_json(figure, copied) for figure in figures]}
+            write_report(given.json, "benchmarks.model", argv, device=here.name, **found)
 
 
 def plan_parser(module: str, about: str) -> argparse.ArgumentParser:
@@ -170,7 +166,7 @@ def plan_parser(module: str, about: str) -> argparse.ArgumentParser:
         parser.add_argument(
             flag, metavar="N", dest=name, type=_positive, default=default, help=f"{text} (default: {default})"
         )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured to this file")
+    add_json(parser)
     return parser
 
 
@@ -204,9 +200,7 @@ def _rows_at_context(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((_positive(rows), _positive(context)) for rows, _, context in pairs)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after a mistake, which is reported on one line."""
-    return exit_code(run, sys.argv[1:] if argv is None else argv)
+main = partial(exit_code, run)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.figures import Figure
-from benchmarks.model import ModelPlan
+from benchmarks.model import ModelPlan, figures_of
 from benchmarks.processes import read_given, say
 from benchmarks.shapes import config_of, planned_model, random_model
 from benchmarks.steps import OurSteps
@@ -87,12 +87,8 @@ def _likeliest(packed: PackedModel, vocab_size: int) -> Any:
 
 
 def _figures(packed: PackedModel, plan: ModelPlan, vocab_size: int) -> Iterator[Figure]:
-    chunk = PREFILL_CHUNK[device_kind()]
-    steps = OurSteps(packed, vocab_size, chunk, runs_ahead=packed.launches_ahead)
-    for num_tokens in plan.prefill:
-        yield steps.prefill(num_tokens, plan.num_repeats)
-    for num_rows, context in plan.decode:
-        yield steps.decode(num_rows, context, plan.num_steps)
+    steps = OurSteps(packed, vocab_size, PREFILL_CHUNK[device_kind()], runs_ahead=packed.launches_ahead)
+    return (figure for figure, *_ in figures_of(steps, plan))
 
 
 @contextmanager

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
-from benchmarks.command import exit_code
+from benchmarks.command import add_ranks, exit_code, write_report
 from benchmarks.model import ModelPlan, plan_of, plan_parser
 from benchmarks.processes import OnLine, backend_here, run_ranks
 from headrace.backend.device import current
-from headrace.bench.report import machine, versions
 from headrace.bench.table import Row, aligned
 from headrace.cli.bench import make_folder
 from headrace.ranks.layout import Layout, read_layout
@@ -118,10 +116,8 @@ def memory_line(split: Sequence[Found]) -> str:
 def run(argv: Sequence[str]) -> None:
     """Prints figures as they come, and a table in the end. Raises ConfigError."""
     parser = plan_parser("benchmarks.ranks", _ABOUT)
-    parser.add_argument("--ranks", metavar="N", required=True, help="over how many devices of this machine")
-    parser.add_argument("--backend", choices=("ring", "nccl"), help="default: nccl on CUDA, else ring")
+    add_ranks(parser, limit_s=600.0)
     parser.add_argument("--split-only", action="store_true", help="not on one device")
-    parser.add_argument("--limit-s", type=float, default=600.0, metavar="S", help="for one device, and for all")
     given = parser.parse_args(list(argv))
     plan = plan_of(given)
     backend = given.backend or backend_here()
@@ -142,26 +138,12 @@ def run(argv: Sequence[str]) -> None:
     if not given.split_only:
         print(likeliest_line(one, split[0]))
     if given.json is not None:
-        _write(given, argv, one, split)
+        variables = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        found = {"one": asdict(one), "ranks": [asdict(each) for each in split]}
+        write_report(given.json, "benchmarks.ranks", argv, device=current().name, variables=variables, **found)
 
 
-def _write(given: argparse.Namespace, argv: Sequence[str], one: Found, split: Sequence[Found]) -> None:
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "benchmarks.ranks", *argv],
-        "device": current().name,
-        "machine": machine(),
-        "versions": versions(),
-        "variables": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
-        "one": asdict(one),
-        "ranks": [asdict(each) for each in split],
-    }
-    given.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after a mistake, which is reported on one line."""
-    return exit_code(run, sys.argv[1:] if argv is None else argv)
+main = partial(exit_code, run)
 
 
 if __name__ == "__main__":

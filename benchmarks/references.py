@@ -29,18 +29,15 @@ Matrices = tuple[Float64, Float64, Float64]
 
 
 def sigmoid(x: Float64) -> Float64:
-    """Of each number."""
     found: Float64 = 1 / (1 + np.exp(-x))
     return found
 
 
 def silu(x: Float64) -> Float64:
-    """Of each number."""
     return x * sigmoid(x)
 
 
 def rms_norm(x: Float64, weight: Float64, eps: float) -> Float64:
-    """Over the last axis."""
     found: Float64 = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
     return found
 

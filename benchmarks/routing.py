@@ -11,10 +11,11 @@ import argparse
 import heapq
 import itertools
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from headrace.lru_cache import LruCache
 from headrace.replicas import policy
 
 Policy = Callable[[str, Mapping[str, int]], str]
@@ -73,26 +74,6 @@ def agents(num_agents: int, per_s: float, team: int = 1, seed: int = 1) -> tuple
     return tuple(made)
 
 
-class PrefixCache:
-    """Prefixes by name with their lengths, up to a number of tokens; the least recently used go first."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._lengths: OrderedDict[str, int] = OrderedDict()
-        self._num_tokens = 0
-
-    def length(self, name: str) -> int:
-        if name in self._lengths:
-            self._lengths.move_to_end(name)
-        return self._lengths.get(name, 0)
-
-    def store(self, name: str, length: int) -> None:
-        self._num_tokens += length - self._lengths.pop(name, 0)
-        self._lengths[name] = length
-        while self._num_tokens > self._max_tokens:
-            self._num_tokens -= self._lengths.popitem(last=False)[1]
-
-
 @dataclass(slots=True)
 class Request:
     agent: Agent
@@ -107,9 +88,9 @@ class Request:
 
 @dataclass(slots=True)
 class Replica:
-    """load: its requests. work_s: seconds that they took of it. is_busy: it computes a prompt."""
+    """cache: lengths of prefixes. load: its requests. work_s: seconds that they took. is_busy: it computes a prompt."""
 
-    cache: PrefixCache
+    cache: LruCache[str, int]
     queue: deque[Request] = field(default_factory=deque)
     load: int = 0
     num_rows: int = 0
@@ -144,7 +125,7 @@ class Simulation:
     def __init__(self, trace: Iterable[Agent], num_replicas: int, choose: Policy, machine: Machine) -> None:
         self._machine = machine
         self._choose = choose
-        self._replicas = {f"replica{n}": Replica(PrefixCache(machine.cache_tokens)) for n in range(num_replicas)}
+        self._replicas = {f"replica{n}": Replica(LruCache(machine.cache_tokens)) for n in range(num_replicas)}
         self._outcome = Outcome()
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -178,8 +159,8 @@ class Simulation:
             return
         request = replica.queue.popleft()
         system = f"system {request.agent.kind}"
-        num_reused = max(replica.cache.length(system), replica.cache.length(request.agent.name))
-        replica.cache.store(system, SYSTEM_TOKENS)
+        num_reused = max(replica.cache.get(system) or 0, replica.cache.get(request.agent.name) or 0)
+        replica.cache.put(system, SYSTEM_TOKENS, SYSTEM_TOKENS)
         seconds = (request.num_prompt - num_reused) / self._machine.prefill_tokens_per_s + self._machine.step_s
         self._outcome.num_prompt += request.num_prompt
         self._outcome.num_reused += num_reused
@@ -203,7 +184,7 @@ class Simulation:
         def end(now: float) -> None:
             replica.num_rows -= 1
             replica.load -= 1
-            replica.cache.store(request.agent.name, length)
+            replica.cache.put(request.agent.name, length, length)
             if request.number + 1 < len(request.agent.turns):
                 self._at(now + request.turn.pause_s, self._arrival(request.agent, request.number + 1, length))
 

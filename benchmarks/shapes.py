@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import quantize_model
 
+from benchmarks.figures import timed
 from headrace.backend.device import device_kind
 from headrace.errors import ConfigError
 from headrace.models.weights import built, evaluate_by_module
@@ -187,12 +187,8 @@ def copy_bytes_per_s() -> float:
     """Bytes read and written per second by the quickest of some passes that read a large array and write one."""
     array = mx.ones(_COPIED_BYTES[device_kind()] // 4, dtype=mx.float32)
     mx.eval(array)
-    times = []
-    for _ in range(_NUM_COPIES + 2):
-        started = time.perf_counter()
-        # a pass over memory like a copy, which MLX would otherwise leave out
-        mx.eval(-array)
-        times.append(time.perf_counter() - started)
+    # a pass over memory like a copy, which MLX would otherwise leave out
+    times = timed(lambda: mx.eval(-array), _NUM_COPIES)
     mx.clear_cache()
     return 2 * array.nbytes / min(times)
 

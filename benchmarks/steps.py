@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -243,7 +244,7 @@ class PeerSteps:
     def _operations(self, context: int) -> Any:
         (caches,) = self.caches(1, context)
         logits = self._model(self._ids(1)[None], cache=caches)
-        return operations([mx.argmax(logits[:, -1], axis=-1), *_arrays([each.state for each in caches])])
+        return operations([mx.argmax(logits[:, -1], axis=-1), *_arrays(caches)])
 
     def caches(self, num_rows: int, context: int) -> list[list[Any]]:
         """Caches of rows that have `context` tokens behind them; rows share the arrays, which every step copies first.
@@ -251,7 +252,7 @@ class PeerSteps:
         Their shapes come from a step of one token. What has no token axis stays as that step left it.
         """
         first = make_prompt_cache(self._model)
-        mx.eval(self._model(self._ids(1)[None], cache=first), _arrays([each.state for each in first]))
+        mx.eval(self._model(self._ids(1)[None], cache=first), _arrays(first))
         filled = [_filled(each, context) for each in first]
         rows = []
         for _ in range(num_rows):
@@ -262,10 +263,9 @@ class PeerSteps:
         return rows
 
 
-def _arrays(state: Any) -> list[mx.array]:
-    if isinstance(state, mx.array):
-        return [state]
-    return [array for part in state for array in _arrays(part)] if isinstance(state, list | tuple) else []
+def _arrays(caches: Sequence[Any]) -> list[mx.array]:
+    leaves: Any = tree_flatten([each.state for each in caches])
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
 def _filled(cache: Any, context: int) -> Any:

@@ -42,15 +42,6 @@ def test_round_robin_moves_an_agent_that_the_routers_policy_keeps() -> None:
     assert run(ONE, num_replicas=2, name="round robin").num_reused == 0
 
 
-def test_a_full_cache_forgets_what_was_used_least_recently() -> None:
-    cache = routing.PrefixCache(10)
-    cache.store("a", 4)
-    cache.store("b", 4)
-    assert cache.length("a") == 4
-    cache.store("c", 4)
-    assert [cache.length(name) for name in "abc"] == [4, 0, 4]
-
-
 def test_agents_of_one_session_move_to_other_replicas_once_theirs_is_too_full() -> None:
     team = [Agent(f"{n}", "one session", 0, 0.0, ONE.turns[:1]) for n in range(30)]
     outcome = run(*team, num_replicas=4)

@@ -82,21 +82,20 @@ def load(
     Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
     kernels = replace(Kernels(numerics, device.kind), fuses_attention=fuses_attention)
+    loading = _Loading(files, kernels, self_check, device, tokens)
     if quantization is not None:
         if files.recipe is not None:
             raise ModelError(f"--quantize: {files.name} writes no text, and is served as stored")
         if whole_vlm and runs_whole(files):
             raise ModelError(f"--quantize: {files.name} runs whole; --vision off serves its text part, quantised")
-        finish = partial(_load, files, kernels=kernels, self_check=self_check, device=device, tokens=tokens)
-        return _load_quantized(files, quantization, dtype, device, finish)
+        return _load_quantized(loading, quantization, dtype)
     read = load_weights if files.recipe is None else load_trunk
     if group is not None:
         read = partial(_load_part, group)
-    read_text = partial(_load, files, read, dtype, kernels, self_check, device, tokens)
     if not (whole_vlm and runs_whole(files)):
-        return read_text()
+        return loading.run(read, dtype)
     try:
-        loaded = _load(files, load_vlm, dtype, kernels, self_check, device, tokens)
+        loaded = loading.run(load_vlm, dtype)
         check_pictures(loaded.packed.model, files, loaded.precision)
     except ModelError as error:
         if not has_text_model(files):
@@ -105,14 +104,13 @@ def load(
         logger.warning("%s", refusal)
     else:
         return loaded
-    loaded = read_text()
+    loaded = loading.run(read, dtype)
     return replace(loaded, report=(*loaded.report, refusal))
 
 
-def _load_quantized(
-    files: ModelFiles, wanted: Quantization, dtype: str, device: Device, finish: Callable[..., LoadedModel]
-) -> LoadedModel:
-    """The quantised model; at its first start after the original's self-check. finish: `_load` without what to read."""
+def _load_quantized(loading: _Loading, wanted: Quantization, dtype: str) -> LoadedModel:
+    """The quantised model; at its first start after the original's self-check."""
+    files, device = loading.files, loading.device
     refuse_quantised(files)
     # on a CPU quantised weights stay so, and all else is in float32
     around = ("float32" if device.kind == "cpu" else "stored") if dtype == "auto" else dtype
@@ -120,7 +118,7 @@ def _load_quantized(
     if found is None:
         expected = None
         if weights_bytes(files.directory) < device.memory_bytes * device.share(None):
-            original = finish(load_weights, dtype, sample=wanted.sample)
+            original = loading.run(load_weights, dtype, wanted.sample)
             expected, checked = original.sample_logits, f"; of the original: {original.report[-1]}"
             del original  # memory has room for one
             gc.collect()
@@ -129,7 +127,7 @@ def _load_quantized(
         if expected is not None:
             found = replace(found, distance=distance(expected, sample_logits(found.loaded.model, wanted.sample)))
         found = keep(files, wanted, around, found)
-    loaded = finish(lambda _: found.loaded, "stored")
+    loaded = loading.run(lambda _: found.loaded, "stored")
     measured = "distance from the original not measured" if found.distance is None else str(found.distance)
     line = f"quantised: to {wanted.form} when loaded, {found.place}{checked}; {measured}"
     return replace(loaded, dtype=around, report=(*loaded.report, line))
@@ -148,94 +146,81 @@ def _load_part(group: mx.distributed.Group, files: ModelFiles) -> Loaded:
     return loaded
 
 
-def _load(
-    files: ModelFiles,
-    read: Callable[[ModelFiles], Loaded],
-    dtype: str,
-    kernels: Kernels,
-    self_check: bool,
-    device: Device,
-    tokens: TokenIds | None,
-    sample: Sequence[int] = (),
-) -> LoadedModel:
-    check_files(files, runs_whole=read is load_vlm)
-    finish = partial(
-        _finish, files, kernels=kernels, self_check=self_check, device=device, tokens=tokens, sample=sample
-    )
-    started = time.monotonic()
-    loaded = read(files)
-    if not (dtype == "auto" and self_check and prefers_float16(files, device)):
-        return finish(loaded, dtype, started)
-    margin = to_float16(loaded.model, device)
-    if margin is None:
-        return finish(loaded, "stored", started)
-    found, reason = None, f"changes the logits: {margin}"
-    if margin.within("bfloat16"):
-        found = finish(loaded, "float16", started)
-        line = f"precision: float16, because this GPU emulates bfloat16, beside which it has a {margin}"
-        if not found.lowered:
-            return replace(found, report=(*found.report, line))
-        reason = f"fails the self-check ({'; '.join(found.lowered)})"
-    del loaded, found  # memory has room for one
-    line = f"precision: bfloat16, which this GPU emulates, because float16 {reason}"
-    found = finish(read(files), "stored", started)
-    return replace(found, report=(*found.report, line))
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    files: ModelFiles
+    kernels: Kernels
+    self_check: bool
+    device: Device
+    tokens: TokenIds | None
 
+    def run(self, read: Callable[[ModelFiles], Loaded], dtype: str, sample: Sequence[int] = ()) -> LoadedModel:
+        files, device = self.files, self.device
+        check_files(files, runs_whole=read is load_vlm)
+        started = time.monotonic()
+        loaded = read(files)
+        if not (dtype == "auto" and self.self_check and prefers_float16(files, device)):
+            return self._finish(loaded, dtype, started, sample)
+        margin = to_float16(loaded.model, device)
+        if margin is None:
+            return self._finish(loaded, "stored", started, sample)
+        found, reason = None, f"changes the logits: {margin}"
+        if margin.within("bfloat16"):
+            found = self._finish(loaded, "float16", started, sample)
+            line = f"precision: float16, because this GPU emulates bfloat16, beside which it has a {margin}"
+            if not found.lowered:
+                return replace(found, report=(*found.report, line))
+            reason = f"fails the self-check ({'; '.join(found.lowered)})"
+        del loaded, found  # memory has room for one
+        line = f"precision: bfloat16, which this GPU emulates, because float16 {reason}"
+        found = self._finish(read(files), "stored", started, sample)
+        return replace(found, report=(*found.report, line))
 
-def _finish(
-    files: ModelFiles,
-    loaded: Loaded,
-    dtype: str,
-    started: float,
-    *,
-    kernels: Kernels,
-    self_check: bool,
-    device: Device,
-    tokens: TokenIds | None,
-    sample: Sequence[int],
-) -> LoadedModel:
-    precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
-    try:
-        logits = _first_logits(loaded.model)
-    except (RuntimeError, ValueError) as error:
-        raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
-    sampled = sample_logits(loaded.model, sample) if sample else None
-    collectives = collectives_of(loaded.model) if is_sharded(loaded.model) else ()
-    if device.mac is not None and device.mac.has_accelerators:
-        kernels = replace(kernels, has_accelerators=True)
-    if device.kind == "metal" and kernels.numerics == "fast":
-        kernels = replace(kernels, scans_by_library=_scans_by_library(loaded.model))
-    precision = str(logits.dtype).removeprefix("mlx.core.")
-    num_rows = loaded.model.num_ids if isinstance(loaded.model, Trunk) else logits.shape[-1]
-    if self_check:
-        checked = check(loaded.model, kernels, num_rows, precision)
-    else:
-        checked = Checked(PackedModel(loaded.model, choose_levels(loaded.model), kernels), None, ())
-    lines = [f"model: {files.name} ({files.model_type}), loaded in {time.monotonic() - started:.1f} s", precision_line]
-    if kernels.scans_by_library:
-        lines.append("gated delta rule: MLX's own function for long scans, which is faster here than mlx-lm's kernel")
-    if loaded.num_unused:
-        lines.append(f"weights left aside: {loaded.num_unused} that the text model doesn't use")
-    if (contradiction := norms_contradiction(files)) is not None:
-        logger.warning("%s: %s", files.name, contradiction)
-        lines.append(f"weights: {contradiction}")
-    tokens = TokenIds(num_rows) if tokens is None else tokens.up_to(num_rows)
-    if files.recipe is None:
-        checked.packed.keep_tokens(tokens)
-    context_length = files.context_length or _default_context(loaded.model)
-    report = (*lines, *_level_lines(checked))
-    return LoadedModel(
-        checked.packed,
-        tokens,
-        precision,
-        context_length,
-        report,
-        dtype,
-        checked.lowered,
-        logits.shape[-1],
-        sampled,
-        collectives,
-    )
+    def _finish(self, loaded: Loaded, dtype: str, started: float, sample: Sequence[int]) -> LoadedModel:
+        files, device, kernels = self.files, self.device, self.kernels
+        precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
+        try:
+            logits = _first_logits(loaded.model)
+        except (RuntimeError, ValueError) as error:
+            raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
+        sampled = sample_logits(loaded.model, sample) if sample else None
+        collectives = collectives_of(loaded.model) if is_sharded(loaded.model) else ()
+        if device.mac is not None and device.mac.has_accelerators:
+            kernels = replace(kernels, has_accelerators=True)
+        if device.kind == "metal" and kernels.numerics == "fast":
+            kernels = replace(kernels, scans_by_library=_scans_by_library(loaded.model))
+        precision = str(logits.dtype).removeprefix("mlx.core.")
+        num_rows = loaded.model.num_ids if isinstance(loaded.model, Trunk) else logits.shape[-1]
+        if self.self_check:
+            checked = check(loaded.model, kernels, num_rows, precision)
+        else:
+            checked = Checked(PackedModel(loaded.model, choose_levels(loaded.model), kernels), None, ())
+        took = f"{time.monotonic() - started:.1f} s"
+        lines = [f"model: {files.name} ({files.model_type}), loaded in {took}", precision_line]
+        if kernels.scans_by_library:
+            lines.append(
+                "gated delta rule: MLX's own function for long scans, which is faster here than mlx-lm's kernel"
+            )
+        if loaded.num_unused:
+            lines.append(f"weights left aside: {loaded.num_unused} that the text model doesn't use")
+        if (contradiction := norms_contradiction(files)) is not None:
+            logger.warning("%s: %s", files.name, contradiction)
+            lines.append(f"weights: {contradiction}")
+        tokens = TokenIds(num_rows) if self.tokens is None else self.tokens.up_to(num_rows)
+        if files.recipe is None:
+            checked.packed.keep_tokens(tokens)
+        return LoadedModel(
+            checked.packed,
+            tokens,
+            precision,
+            files.context_length or _default_context(loaded.model),
+            (*lines, *_level_lines(checked)),
+            dtype,
+            checked.lowered,
+            logits.shape[-1],
+            sampled,
+            collectives,
+        )
 
 
 def _scans_by_library(model: Any) -> bool:
