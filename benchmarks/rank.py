@@ -24,7 +24,7 @@ from headrace.backend.device import device_kind
 from headrace.backend.kernels import Kernels
 from headrace.engine.prepare import PREFILL_CHUNK
 from headrace.models.levels import choose_levels
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.sharding import shard
 from headrace.models.source import ModelFiles
 from headrace.state.sequence import SequenceState
@@ -76,14 +76,10 @@ def _likeliest(packed: PackedModel, vocab_size: int) -> Any:
     """The likeliest token after each of a prompt's, its logit, and how far the next one's is below it."""
     prompt = np.random.default_rng(1).integers(0, vocab_size, SAMPLE_TOKENS).tolist()
     state = SequenceState(StatePool(has_batches=packed.kernels.attends_in_batches), SAMPLE_TOKENS)
-    state.begin(SAMPLE_TOKENS)
-    logits = packed.forward([Row(state, prompt)], range(SAMPLE_TOKENS)).astype(mx.float32)
-    best = mx.topk(logits, 2, axis=-1)
-    ids = mx.argmax(logits, axis=-1)
-    mx.eval(best, ids, state.arrays())
+    logits = np.array(packed.compute(state, prompt))
     state.release()
-    tops = np.array(best).max(axis=-1)
-    return np.stack([np.array(ids), tops, tops - np.array(best).min(axis=-1)], axis=-1).tolist()
+    second, first = np.sort(logits, axis=-1)[:, -2:].T
+    return np.stack([logits.argmax(axis=-1), first, first - second], axis=-1).tolist()
 
 
 def _figures(packed: PackedModel, plan: ModelPlan, vocab_size: int) -> Iterator[Figure]:

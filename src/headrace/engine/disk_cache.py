@@ -115,22 +115,16 @@ class DiskLoader(DiskCache):
         read = self._reads.get(request_id)
         if read is not None and read.load.advance(SLICE_S):
             return True
-        self._take_over(request_id)
-        return False
-
-    def _take_over(self, request_id: str) -> None:
-        """Cache what the request has waited for; nothing if the read has failed, takes too long or is unknown."""
-        read = self._drop(request_id)
-        if read is not None and read.load.is_loaded:
+        self._drop(request_id)
+        if read is not None and read.load.is_loaded:  # it may also have failed, or taken too long
             self._disk.count_hit(read.load.num_tokens - read.lookup.match.num_tokens)
             self._prefixes.insert_loaded(read.lookup, read.load)
+        return False
 
-    def _drop(self, request_id: str) -> _Read | None:
-        read = self._reads.pop(request_id, None)
-        if read is not None:
+    def _drop(self, request_id: str) -> None:
+        if (read := self._reads.pop(request_id, None)) is not None:
             read.load.is_abandoned = True
             self._prefixes.unlock(read.lookup)
-        return read
 
     def end(self, request_id: str) -> None:
         self._asked.discard(request_id)

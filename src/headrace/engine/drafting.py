@@ -47,15 +47,14 @@ _STEPS_LIMIT_S, _WINDOWS_LIMIT_S = 1.0, 0.5
 
 @dataclass(frozen=True, slots=True)
 class DrafterSetup:
-    """The drafting setup. drafter, speculator: None without drafting. report: lines that say why.
+    """The drafting setup. speculator: None without drafting. report: lines that say why.
 
     head: the drafter, if it is the prediction head. origin: the head's files and format; empty for none.
     num_bytes: of a draft model's state of a sequence, by the sequence's length.
     """
 
-    drafter: Drafter | None
-    speculator: Speculator | None
-    report: tuple[str, ...]
+    report: tuple[str, ...] = ()
+    speculator: Speculator | None = None
     head: HeadDrafter | None = None
     origin: str = ""
     num_bytes: Callable[[int], int] = lambda num_tokens: 0
@@ -154,7 +153,7 @@ def prepare_drafting(
     if draft is not None:
         return _with_draft_model(config, files, loaded, draft, device, chunk_tokens)
     if knobs.mtp == "off" or (knobs.mtp == "auto" and knobs.max_draft_tokens == 0):
-        return DrafterSetup(None, None, ("drafts: none, as configured",))
+        return DrafterSetup(("drafts: none, as configured",))
     if knobs.max_draft_tokens == 0:
         raise ConfigError("mtp is on, but max_draft_tokens is 0", param="mtp")
     try:
@@ -163,7 +162,7 @@ def prepare_drafting(
         if knobs.mtp == "on":
             raise ConfigError(f"mtp is on, but {error}", param="mtp") from error
         loaded.packed.keep_hidden(False)
-        return DrafterSetup(None, None, (f"drafts: none, {error}",))
+        return DrafterSetup((f"drafts: none, {error}",))
 
 
 def _with_head(
@@ -183,7 +182,7 @@ def _with_head(
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"the prediction head in {weights.origin} can't run on {device.kind}: {error}") from error
     speculator = Speculator(drafter, max_drafts, Ranking(), planner)
-    return DrafterSetup(drafter, speculator, tuple(report), drafter, head.report)
+    return DrafterSetup(tuple(report), speculator, drafter, head.report)
 
 
 def _with_draft_model(
@@ -212,7 +211,7 @@ def _with_draft_model(
         raise ConfigError(f"--draft-model: {draft.name} can't run on {device.kind}: {error}") from error
     speculator = Speculator(drafter, max_drafts, Ranking(), planner)
     return DrafterSetup(
-        drafter, speculator, tuple(report), num_bytes=lambda num_tokens: draft.cost.num_bytes(min(num_tokens, longest))
+        tuple(report), speculator, num_bytes=lambda num_tokens: draft.cost.num_bytes(min(num_tokens, longest))
     )
 
 
@@ -269,19 +268,19 @@ class Rehearsal:
         ids = random_ids(vocab_size, _NUM_CONTEXT + _LONGEST_WINDOW)
         self._ids, self._following = ids[:_NUM_CONTEXT], ids[_NUM_CONTEXT:]
         self._state = SequenceState(StatePool(), _NUM_CONTEXT + 2 + len(_NUM_DRAFTS) * _NUM_ROUNDS + _LONGEST_WINDOW)
-        self._run(self._ids)
+        packed.compute(self._state, self._ids)
         self._record = self._state.checkpoint()
 
     def compare_windows(self) -> WindowMargin:
         """Run one text a token at a time and in windows of 2 to 8."""
         self._state.restore(self._record)
-        alone = mx.concatenate([self._run([token]) for token in self._following])
+        alone = mx.concatenate([self._packed.compute(self._state, [token]) for token in self._following])
         difference, longest = 0.0, 1
         started = self._clock()
         while longest < _LONGEST_WINDOW and self._clock() - started <= _WINDOWS_LIMIT_S:
             longest += 1
             self._state.restore(self._record)
-            together = self._run(self._following[:longest], num_certain=1)
+            together = self._packed.compute(self._state, self._following[:longest], num_certain=1)
             difference = max(difference, _number(mx.abs(together - alone[:longest]).max()))
         scale = max(_number(mx.abs(alone).max()), 1e-30)
         leading = mx.sort(alone, axis=-1)[:, -2:]
@@ -314,14 +313,6 @@ class Rehearsal:
     def release(self) -> None:
         """Free its state, and a draft model's, whose pool is the engine's."""
         self._state.release()
-
-    def _run(self, ids: list[int], num_certain: int | None = None) -> mx.array:
-        """Compute and keep tokens; returns their logits in float32."""
-        self._state.begin(len(ids), num_certain)
-        logits = self._packed.forward([Row(self._state, ids)], range(len(ids))).astype(mx.float32)
-        mx.eval(logits, self._state.arrays())
-        self._state.commit(len(ids))
-        return logits
 
     def _step(self, drafter: Drafter, ids: list[int], num_drafts: int) -> int:
         """A step as the runner makes it, keeping no draft; returns the next token."""

@@ -10,7 +10,7 @@ import mlx.core as mx
 from headrace.engine.draft_model import refused
 from headrace.engine.memory import sample_state
 from headrace.models.levels import Level
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.quantized import distance
 from headrace.speculate.head import HeadDrafter
 from headrace.state.quantized_kv import GROUP_SIZES, KVForms, PackedNumbers, group_size
@@ -80,9 +80,6 @@ def _logits(model: PackedModel, forms: KVForms, tokens: Sequence[int]) -> mx.arr
     """`[n, num_ids]` in float32."""
     pool = StatePool(has_batches=model.kernels.attends_in_batches, kv_forms=forms)
     state = SequenceState(pool, len(tokens))
-    state.begin(len(tokens))
-    logits = model.forward([Row(state, tokens)], range(len(tokens))).astype(mx.float32)
-    mx.eval(logits, state.arrays())
-    state.commit(len(tokens))
+    logits = model.compute(state, tokens)
     state.release()
     return logits

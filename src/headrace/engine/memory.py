@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from headrace.backend.device import Device
 from headrace.errors import ConfigError
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.scheduler.admission import MemoryBudget
 from headrace.speculate.head import HeadDrafter
 from headrace.state.quantized_kv import KVForms
@@ -105,12 +105,9 @@ def array_bytes(parts: Iterable[object]) -> int:
 def sample_state(model: PackedModel, head: HeadDrafter | None = None, kv_forms: KVForms | None = None) -> SequenceState:
     """A state of two tokens, with the prediction head's part. kv_forms: see `StatePool`."""
     state = SequenceState(StatePool(has_batches=model.kernels.attends_in_batches, kv_forms=kv_forms))
-    state.begin(2)
-    logits = model.forward([Row(state, [0, 0])], [1])
-    mx.eval(logits, state.arrays())
-    state.commit(2)
+    model.compute(state, (0, 0))
     if head is not None:
-        head.catch_up(state, (0, 0))
+        head.catch_up_together([(state, (0, 0), None)])
         mx.eval(state.arrays())
     return state
 

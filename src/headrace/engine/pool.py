@@ -260,14 +260,12 @@ class PrefixPool(PrefixCache):
         self._tree.unlock(lookup.match)
 
     def insert_loaded(self, lookup: Lookup, load: Load) -> None:
-        span, snapshot, length = load.span, load.snapshot, load.num_tokens
-
         def cut(start: int, end: int) -> SpanRecord:
-            assert span is not None
-            return span if (start, end) == (span.start, span.end) else span.part(start, end)
+            assert load.span is not None
+            return load.span.part(start, end)
 
-        snapshots: dict[int, Piece] = {} if snapshot is None else {length: snapshot}
-        key = lookup.key[:length]
+        snapshots: dict[int, Piece] = {} if load.snapshot is None else {load.num_tokens: load.snapshot}
+        key = lookup.key[: load.num_tokens]
         self._tree.insert(lookup.namespace, key, cut=cut if self._has_spans else None, snapshots=snapshots)
 
     def restore(self, request_id: str, state: SequenceState) -> None:
@@ -336,7 +334,7 @@ class PrefixPool(PrefixCache):
         def cut(start: int, end: int) -> SpanRecord:
             for span in spans:
                 if span.start <= start and end <= span.end:
-                    return span if (start, end) == (span.start, span.end) else span.part(start, end)
+                    return span.part(start, end)
             spans.append(state.copy_span(start, end))
             return spans[-1]
 

@@ -74,9 +74,11 @@ class EncoderRunner:
 
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> StepResult:
         """As `Runner.execute`. A text in several chunks is computed with the last one."""
-        ends = {
-            chunk.sequence_id: (chunk, _input_of(requests[chunk.request_id])) for chunk in plan.chunks if chunk.samples
-        }
+        ends: dict[str, tuple[Chunk, EncoderInput]] = {}
+        for chunk in plan.chunks:
+            if chunk.samples:
+                request = requests[chunk.request_id]
+                ends[chunk.sequence_id] = chunk, EncoderInput(request.prompt, request.second_text)
         failures: list[ChunkFailure] = []
         results = [ChunkResult(chunk.sequence_id, len(chunk.token_ids)) for chunk in plan.chunks if not chunk.samples]
 
@@ -123,10 +125,6 @@ def batches(lengths: Mapping[str, int]) -> Iterator[list[str]]:
         batch.append(name)
     if batch:
         yield batch
-
-
-def _input_of(request: GenerationRequest) -> EncoderInput:
-    return EncoderInput(request.prompt, request.second_text)
 
 
 def _on_host(numbers: mx.array) -> Numbers:

@@ -105,7 +105,7 @@ def prepare(
     if files.recipe is not None:
         check_knobs(config, files)
     if files.is_encoder:
-        return prepare_encoder(config, files, inbox, here, (*_device_lines(here, products),), turns, share)
+        return prepare_encoder(config, files, inbox, here, _device_lines(here, products), turns, share)
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     whole = _load_parts(config, files, here, constraints, share, together, chunk)
     check_cancelled()
@@ -120,8 +120,11 @@ def prepare(
     disk = open_disk_tier(
         config, files.directory, loaded, drafting.origin, whole.tower, kv.sample, budget_bytes, here.kind
     )
-    report = (*_device_lines(here, products), *_wired_lines(here, knobs.wired, held))
-    report += (*whole.report(_context_line(max_model_len, cost, memory)), *([] if disk is None else [disk.report]))
+    report = _device_lines(here, products)
+    if here.mac is not None:
+        report += (wire(here.mac, knobs.wired, held.weights_bytes + held.others_bytes),)
+    report += whole.report(_context_line(max_model_len, cost, memory))
+    report += () if disk is None else (disk.report,)
     report += () if draft is None else (report_line(draft, config, of_draft),)
     parts, stages = _make_caches(config, files.name, cost, disk, whole.tower, budget_bytes, together.lead)
     if draft is not None:
@@ -181,7 +184,7 @@ def _load_parts(
     loaded = replace(loaded, report=loaded.report + together.time(loaded.collectives))
     as_held = replace(config, models=replace(config.models, dtype=loaded.dtype))
     draft, drafter = _find_drafts(config, files, loaded, here)
-    drafting, found = DrafterSetup(None, None, ()), None
+    drafting, found = DrafterSetup(), None
     if files.recipe is None:
         drafting = prepare_drafting(as_held, files, loaded, drafter, here, chunk_tokens, together.clock)
         found = _find_tower(config, files, loaded, here)
@@ -226,10 +229,6 @@ def _device_lines(here: Device, products: blas.BlasReport) -> tuple[str, ...]:
         *(() if here.mac is None else here.mac.lines()),
         f"BLAS: {products.name} ({products.reason})",
     )
-
-
-def _wired_lines(here: Device, wanted: str, held: MemoryPlan) -> tuple[str, ...]:
-    return () if here.mac is None else (wire(here.mac, wanted, held.weights_bytes + held.others_bytes),)
 
 
 def _context_line(num_tokens: int, cost: StateCost, memory: MemoryBudget) -> str:

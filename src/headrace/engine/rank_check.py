@@ -51,9 +51,10 @@ class CheckedRanks:
 def check_ranks(ranks: Ranks, config: Config) -> CheckedRanks:
     """Raises ConfigError on a rank that can't connect."""
     own = rank_status(ranks.rank, device.current())
-    found = ranks.all((own, {**_versions(), **_model_digest(config)}))
+    versions = {"headrace": __version__, "Python": platform.python_version(), **package_versions()}
+    found = ranks.all((own, {**versions, **_model_digest(config)}))
     link = measure_link(join_group(ranks))
-    return CheckedRanks(tuple(each for each, _ in found), tuple(versions for _, versions in found), link)
+    return CheckedRanks(tuple(each for each, _ in found), tuple(each for _, each in found), link)
 
 
 def measure_link(group: mx.distributed.Group) -> Link:
@@ -61,10 +62,6 @@ def measure_link(group: mx.distributed.Group) -> Link:
     small_s = median_s(lambda: mx.eval(mx.distributed.all_sum(small, group=group)), _NUM_SMALL)
     large_s = median_s(lambda: mx.eval(mx.distributed.all_sum(large, group=group)), _NUM_LARGE)
     return Link(small_s, _LARGE_BYTES / large_s)
-
-
-def _versions() -> dict[str, str]:
-    return {"headrace": __version__, "Python": platform.python_version(), **package_versions()}
 
 
 def _model_digest(config: Config) -> dict[str, str]:

@@ -159,12 +159,13 @@ def prepare_warm_up(
     make_cache = partial(
         PrefixPool, "", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, shortest_prefix=1
     )
-    served = Served(packed, drafting.drafter, pool, loaded.tokens.end, memory, make_cache)
+    drafter = None if drafting.speculator is None else drafting.speculator.drafter
+    served = Served(packed, drafter, pool, loaded.tokens.end, memory, make_cache)
     if not packed.is_compiled:
         return make(served, knobs.max_num_seqs, ())
     max_rows = min(knobs.max_num_seqs, MOST_ROWS, memory.budget_bytes // memory.cost(PROMPT_TOKENS))
     most_tokens = min(chunk_tokens, compiled.MOST_TOKENS)
-    prefills = drafting.drafter is not None and drafting.drafter.draft_model is not None
+    prefills = drafter is not None and drafter.draft_model is not None
     found = pieces_for(max_rows, most_tokens, drafting.max_drafts, caches=knobs.prefix_cache == "on", prefills=prefills)
     fitting = [
         piece for piece in found if piece.num_tokens <= max_model_len and piece.num_bytes(memory) <= memory.budget_bytes

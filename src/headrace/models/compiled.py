@@ -114,7 +114,7 @@ class CompiledSteps:
             known += chain.from_iterable(table)
         numbers = to_device(known, mx.int32)
         sizes = _Sizes(num_tokens, num_picks, step.placed.ndim, isinstance(ids, mx.array))
-        run = self._variant((layout, sizes, variant))
+        run = self._variants.find((layout, sizes, variant), partial(self._new_variant, layout, sizes))
         arrays = [array for inputs in by_kind for array in inputs.arrays]
         given_ids = [_filled(ids, 0, num_tokens)] if isinstance(ids, mx.array) else []
         outputs, of_kinds = run(numbers, arrays, given_ids, [_filled(each, 1, num_tokens) for each in others])
@@ -122,9 +122,6 @@ class CompiledSteps:
             layers.keep_outputs(step, own)
         results: list[mx.array] = outputs
         return results
-
-    def _variant(self, key: tuple[_Layout, _Sizes, Hashable]) -> Callable[..., Any]:
-        return self._variants.find(key, partial(self._new_variant, *key[:2]))
 
     def _new_variant(self, layout: _Layout, sizes: _Sizes) -> Callable[..., Any]:
         self.num_new_variants += 1

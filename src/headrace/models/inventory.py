@@ -60,14 +60,11 @@ def local_models(model_folder: Path) -> list[LocalModel]:
 
 def models_in(folder: Path) -> dict[str, Path]:
     """The folders of models in a folder by their names there, `name` or `owner/name`."""
-    candidates = sorted(each for each in (*folder.glob("*/"), *folder.glob("*/*/")) if not _is_hidden(each, folder))
-    complete = [each for each in candidates if is_complete(each)]
+    candidates = sorted((*folder.glob("*/"), *folder.glob("*/*/")))
+    shown = [each for each in candidates if not any(part[0] == "." for part in each.relative_to(folder).parts)]
+    complete = [each for each in shown if is_complete(each)]
     # a folder in a model's own, such as a prediction head's, is part of it
     return {str(each.relative_to(folder)): each for each in complete if each.parent not in complete}
-
-
-def _is_hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def _in_folder(name: str, place: Place, folder: Path) -> LocalModel:

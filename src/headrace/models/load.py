@@ -180,7 +180,8 @@ class _Loading:
         files, device, kernels = self.files, self.device, self.kernels
         precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
         try:
-            logits = _first_logits(loaded.model)
+            logits = loaded.model(mx.array([[0]]))  # of the activations' type, as wide as the weights
+            mx.eval(logits)
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"{files.name} can't run on {device.kind} ({precision_line}): {error}") from error
         sampled = sample_logits(loaded.model, sample) if sample else None
@@ -214,7 +215,7 @@ class _Loading:
             tokens,
             precision,
             files.context_length or _default_context(loaded.model),
-            (*lines, *_level_lines(checked)),
+            (*lines, *checked.packed.layer_lines, *checked.lowered, f"self-check: {checked.margin or 'off'}"),
             dtype,
             checked.lowered,
             logits.shape[-1],
@@ -238,15 +239,3 @@ def _default_context(model: Any) -> int | None:
     arguments = [getattr(one, "args", None) for one in (model.get("language_model"), model)]
     lengths = [getattr(one, field, None) for one in arguments for field in CONTEXT_FIELDS]
     return next((length for length in lengths if isinstance(length, int)), None)
-
-
-def _first_logits(model: Any) -> mx.array:
-    """Logits of one token: as wide as the weights, of the activations' type."""
-    logits: mx.array = model(mx.array([[0]]))
-    mx.eval(logits)
-    return logits
-
-
-def _level_lines(checked: Checked) -> list[str]:
-    result = "self-check: off" if checked.margin is None else f"self-check: {checked.margin}"
-    return [*checked.packed.layer_lines, *checked.lowered, result]

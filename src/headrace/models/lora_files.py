@@ -116,13 +116,10 @@ def fit_adapter(files: AdapterFiles, model: Loras, dtype: mx.Dtype) -> dict[str,
             continue
         fitted[path] = _fit(path, parts, model.modules[path], settings, dtype)
         mx.eval(fitted[path].arrays())  # dense weights that a magnitude needs are freed one by one
-    if broken := [path for path, weights in fitted.items() if not _is_finite(weights)]:
+    arrays = {path: weights.arrays() for path, weights in fitted.items()}
+    if broken := [path for path, own in arrays.items() if not all(mx.isfinite(array).all().item() for array in own)]:
         raise ModelError(f"not all numbers are finite as {dtype}: {listed(broken)}")
     return fitted
-
-
-def _is_finite(weights: LoraWeights) -> bool:
-    return all(mx.isfinite(array).all().item() for array in weights.arrays())
 
 
 def _found(path: str, model: Loras) -> str:

@@ -21,7 +21,7 @@ from headrace.models.compiled import CompiledSteps
 from headrace.models.install import Adapters
 from headrace.models.levels import Level, Levels, positions_refusal, windows_of
 from headrace.models.lora import BASE, Loras
-from headrace.models.media import Deepstack, RowMedia, packed_positions, row_at, step_media
+from headrace.models.media import Deepstack, RowMedia, StepMedia, packed_positions, row_at, step_media
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.rowwise import run_rows
 from headrace.models.positions import TokenPositions, find_sections
@@ -102,6 +102,14 @@ class PackedModel:
             mx.async_eval(logits)
         return logits
 
+    def compute(self, state: SequenceState, token_ids: Sequence[int], num_certain: int | None = None) -> mx.array:
+        """Compute and keep tokens of one sequence. Gives their logits `[n, num_ids]` in float32, evaluated."""
+        state.begin(len(token_ids), num_certain)
+        logits = self.forward([Row(state, token_ids)], range(len(token_ids))).astype(mx.float32)
+        mx.eval(logits, state.arrays())
+        state.commit(len(token_ids))
+        return logits
+
     def graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
         """As `forward`, but not launched as a whole: evaluate the logits before anything else is done with the rows."""
         if self._compiled is not None and not _has_adapters(rows):
@@ -144,16 +152,19 @@ class PackedModel:
 
     def _graph_of(self, step: PackedStep, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None) -> mx.array:
         tokens = [token for row in rows for token in row.token_ids]
-        tap = self._adapters.tap
-        logits = self._compiled_logits(step, rows, tokens if ids is None else ids, picks)
+        tap, media = self._adapters.tap, step_media([(len(row.token_ids), row.media) for row in rows])
+        logits = None
+        if self._compiled is not None and step.loras is None and media is None:
+            logits = self._compiled_logits(self._compiled, step, rows, tokens if ids is None else ids, picks)
         if logits is None:
             ids = (to_device(tokens, mx.int32) if ids is None else ids)[None]
             wanted = to_device(picks, mx.int32)
             if self._is_whole:
-                inputs = self._whole_inputs(rows, ids)
+                # embeddings `[1, T, hidden]` where some tokens stand for media
+                inputs = ids if media is None else media.embeddings(self.model.embed(ids))
                 rows_alone = run_rows(self.model, lambda: make_prompt_cache(self.model), step, inputs)
                 return self._of_tokens(rows_alone[wanted])
-            logits = self._logits(step, rows, ids, wanted)
+            logits = self._logits(step, media, ids, wanted)
             logits = logits if self._adapters.is_tapped else logits[wanted]
         if tap.hidden is not None:
             self._hand_to_head(step, tap.hidden)
@@ -184,29 +195,32 @@ class PackedModel:
         # hidden rows are computed on the way to the logits
         return [array for row in rows if row.state.snapshot_points for array in row.state.snapshot_arrays()]
 
-    def _logits(self, step: PackedStep, rows: Sequence[Row], ids: mx.array, picks: mx.array) -> mx.array:
+    def _logits(self, step: PackedStep, media: StepMedia | None, ids: mx.array, picks: mx.array) -> mx.array:
         try:
             with self._adapters.tap.picking(picks):
-                views, (ids, embeddings) = views_of(step, self._windows), self._inputs(rows, ids)
+                views, embeddings = views_of(step, self._windows), {}
+                if media is not None:
+                    self._deepstack.set(media.deep())
+                    embeddings = {"input_embeddings": media.embeddings(self.embed(ids))}
+                    ids = media.text_ids(ids)
                 logits: mx.array = self.model(ids, cache=views, **embeddings).squeeze(0)  # an index would copy them
         finally:
             self._deepstack.set(())
         return logits
 
     def _compiled_logits(
-        self, step: PackedStep, rows: Sequence[Row], ids: Sequence[int] | mx.array, picks: Sequence[int]
+        self,
+        compiled: CompiledSteps,
+        step: PackedStep,
+        rows: Sequence[Row],
+        ids: Sequence[int] | mx.array,
+        picks: Sequence[int],
     ) -> mx.array | None:
-        if (
-            self._compiled is None
-            or step.loras is not None
-            or step_media([(len(row.token_ids), row.media) for row in rows]) is not None
-        ):
-            return None
         tap = self._adapters.tap
         # logits of all tokens of windows: steps with fewer would be further variants
         takes_all = all(map(_is_window, rows))
         taken = range(step.num_tokens) if takes_all else picks
-        found = self._compiled.run(step, ids, taken, variant=(tap.keeps_hidden, tap.is_normed))
+        found = compiled.run(step, ids, taken, variant=(tap.keeps_hidden, tap.is_normed))
         if found is None:
             return None
         logits, *hidden = found
@@ -245,19 +259,6 @@ class PackedModel:
         placed = [(row.state.length, len(row.token_ids), _placed(row)) for row in rows]
         loras = self.loras if _has_adapters(rows) else None
         return PackedStep(tuple(spans), packed_positions(placed), self.kernels, loras=loras)
-
-    def _whole_inputs(self, rows: Sequence[Row], ids: mx.array) -> mx.array:
-        """Ids `[1, T]`, or embeddings `[1, T, hidden]` where some stand for media."""
-        media = step_media([(len(row.token_ids), row.media) for row in rows])
-        return ids if media is None else media.embeddings(self.model.embed(ids))
-
-    def _inputs(self, rows: Sequence[Row], ids: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-        """Ids and embeddings for the model's forward; where tokens stand for media, prepares deeper layers."""
-        media = step_media([(len(row.token_ids), row.media) for row in rows])
-        if media is None:
-            return ids, {}
-        self._deepstack.set(media.deep())
-        return media.text_ids(ids), {"input_embeddings": media.embeddings(self.embed(ids))}
 
     @property
     def largest_window(self) -> int:

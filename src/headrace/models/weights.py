@@ -258,19 +258,11 @@ def _dequantize(model: Any) -> None:
         check_cancelled()
 
 
-def _all_to_sharded(module: Any) -> nn.Module:
-    return nn.AllToShardedLinear(1, module.group.size(), bias=False, group=module.group)
-
-
-def _sharded_to_all(module: Any) -> nn.Module:
-    return nn.ShardedToAllLinear(module.group.size(), 1, bias=False, group=module.group)
-
-
 _PLAIN: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     nn.QuantizedLinear: lambda _: nn.Linear(1, 1, bias=False),
     nn.QuantizedEmbedding: lambda _: nn.Embedding(1, 1),
-    nn.QuantizedAllToShardedLinear: _all_to_sharded,
-    nn.QuantizedShardedToAllLinear: _sharded_to_all,
+    nn.QuantizedAllToShardedLinear: lambda of: nn.AllToShardedLinear(1, of.group.size(), False, of.group),
+    nn.QuantizedShardedToAllLinear: lambda of: nn.ShardedToAllLinear(of.group.size(), 1, False, of.group),
     QuantizedSwitchLinear: lambda _: SwitchLinear(1, 1, 1, bias=False),
     QuantizedMultiLinear: lambda _: MultiLinear(1, 1, 1),
 }

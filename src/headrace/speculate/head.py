@@ -32,11 +32,8 @@ class HeadDrafter:
     def num_pending(self, state: SequenceState) -> int:
         return state.length - self._head.hidden_of(state).num_folded
 
-    def catch_up(self, state: SequenceState, token_ids: Sequence[int], media: EntryMedia | None = None) -> None:
-        """Process the pending hidden states; the last known token is left for `draft`."""
-        self.catch_up_together([(state, token_ids, media)])
-
     def catch_up_together(self, rows: Sequence[tuple[SequenceState, Sequence[int], EntryMedia | None]]) -> None:
+        """See `Drafter`. The last known token is left for `draft`."""
         behind = [
             (state, token_ids, state.length, media) for state, token_ids, media in rows if self.num_pending(state) > 0
         ]

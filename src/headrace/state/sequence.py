@@ -82,7 +82,9 @@ class SpanRecord:
         return self.part(self.start, middle), self.part(middle, self.end)
 
     def part(self, start: int, end: int) -> SpanRecord:
-        """A copy of the tokens `start` to `end`, which the record has."""
+        """The tokens `start` to `end`, which the record has: a copy, or the record itself for all of them."""
+        if (start, end) == (self.start, self.end):
+            return self
         layers = {key: record.part(start, end) for key, record in self.layers.items()}
         mx.async_eval([record.arrays for record in layers.values()])
         return SpanRecord(start, end, layers)

@@ -137,35 +137,25 @@ def shared_bytes(weights: Weights, cut: Cut, num_tiles: int) -> int:
     return cut.warps * cut.stages * stage
 
 
-@dataclass(frozen=True, slots=True)
-class _ProductVariant:
-    """What a kernel is built for, and what its product ends with."""
-
-    bits: int
-    group_size: int
-    cut: Cut
-    num_tiles: int
-    has_residual: bool
-    is_gated: bool
-
-
 def residual_of(is_there: bool) -> str:
     return "residual" if is_there else _NONE
 
 
 @cache
-def _skinny(variant: _ProductVariant, room: int) -> CudaKernel:
-    is_quantised, cut = variant.bits < 16, variant.cut
-    inputs = ["x", "weight", *["scales", "biases"] * is_quantised, *["residual"] * variant.has_residual]
+def _skinny(
+    bits: int, group_size: int, cut: Cut, num_tiles: int, room: int, has_residual: bool, is_gated: bool
+) -> CudaKernel:
+    is_quantised = bits < 16
+    inputs = ["x", "weight", *["scales", "biases"] * is_quantised, *["residual"] * has_residual]
     body = (
         "int num_tokens = 1; for (int i = 0; i + 1 < x_ndim; i++) num_tokens *= x_shape[i];"
-        f"skinny<T, {variant.bits}, {variant.group_size}, {cut.tiles}, {variant.num_tiles}, {cut.stages}, {cut.warps}, "
-        f"{str(variant.is_gated).lower()}>("
+        f"skinny<T, {bits}, {group_size}, {cut.tiles}, {num_tiles}, {cut.stages}, {cut.warps}, "
+        f"{str(is_gated).lower()}>("
         f"x, num_tokens, weight_shape[0], x_shape[x_ndim - 1], weight, "
-        f"{'scales, biases' if is_quantised else f'{_NONE}, {_NONE}'}, {residual_of(variant.has_residual)}, out);"
+        f"{'scales, biases' if is_quantised else f'{_NONE}, {_NONE}'}, {residual_of(has_residual)}, out);"
     )
-    name = f"skinny_{variant.bits}_{variant.group_size}_{cut.tiles}_{variant.num_tiles}_{cut.stages}"
-    name += "_added" * variant.has_residual + "_gated" * variant.is_gated
+    name = f"skinny_{bits}_{group_size}_{cut.tiles}_{num_tiles}_{cut.stages}"
+    name += "_added" * has_residual + "_gated" * is_gated
     sources = ("mma.cuh", "stream.cuh", "skinny.cuh")
     return CudaKernel(name, sources, inputs, ("out",), body, room)
 
@@ -181,9 +171,9 @@ def skinny(x: mx.array, weights: Weights, residual: mx.array | None = None, *, i
     num_tokens = x.size // num_inputs
     together = min(num_tokens, most_together(weights))
     num_tiles, cut = token_tiles(together), cut_of(weights, together)
-    variant = _ProductVariant(weights.bits, weights.group_size, cut, num_tiles, residual is not None, is_gated)
+    form, room = (weights.bits, weights.group_size, cut, num_tiles), shared_bytes(weights, cut, num_tiles)
     width = weights.num_features // (2 if is_gated else 1)
-    (out,) = _skinny(variant, shared_bytes(weights, cut, num_tiles))(
+    (out,) = _skinny(*form, room, residual is not None, is_gated)(
         (x, *weights.arrays, *(() if residual is None else (residual,))),
         {"T": x.dtype},
         (-(-num_tokens // together), -(-width // (cut.tiles * (8 if is_gated else 16))), 1),

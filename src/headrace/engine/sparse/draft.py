@@ -74,9 +74,9 @@ class SparseDraft:
         """runner: one that records queries. prefixes: the runner's."""
         self.name = name
         self.weights_bytes = weights_bytes
-        self._runner = runner
+        self.runner = runner
         self._scheduler = scheduler
-        self._prefixes = prefixes
+        self.prefixes = prefixes
         self._is_over = False
         self._lengths: dict[str, int] = {}
         """Of the prompts that are worked on."""
@@ -88,14 +88,6 @@ class SparseDraft:
     @property
     def reserved_bytes(self) -> int:
         return 0 if self._is_over else self._scheduler.reserved_bytes
-
-    @property
-    def state_bytes(self) -> int:
-        return self._runner.state_bytes
-
-    @property
-    def records_bytes(self) -> int:
-        return self._prefixes.num_bytes
 
     def begin(self, request: GenerationRequest) -> None:
         """Start on a request's prompt. Raises ContextTooLong for one that the draft model has no room for."""
@@ -127,7 +119,7 @@ class SparseDraft:
         if plan.is_empty:
             return {}
         started = time.monotonic()
-        result = self._runner.execute(plan, self._scheduler.planned_requests())
+        result = self.runner.execute(plan, self._scheduler.planned_requests())
         now = time.monotonic()
         outcome = self._scheduler.update(result, now - started, now)
         scored: dict[str, Importance | None] = dict.fromkeys(outcome.errors)
@@ -143,7 +135,7 @@ class SparseDraft:
             logger.error("the prompt of %s could not be scored", request_id, exc_info=error)
 
         with isolated(fail):
-            found = importance(*self._runner.recorded(request_id), self._lengths[request_id])
+            found = importance(*self.runner.recorded(request_id), self._lengths[request_id])
             if not np.isfinite(found).all():
                 raise GenerationFailed("the draft model's attention is not numbers")
             return found
@@ -153,14 +145,8 @@ class SparseDraft:
         """Drop all prompts in progress; afterwards only the memory still held may be asked for."""
         self._is_over = True
         self._lengths.clear()
-        self._runner.drop()
+        self.runner.drop()
 
     def _free(self) -> None:
-        self._runner.free(self._scheduler.released())
+        self.runner.free(self._scheduler.released())
         self._scheduler.forget_ended()
-
-    def evict(self, num_bytes: int) -> int:
-        return self._prefixes.evict(num_bytes)
-
-    def clear(self) -> int:
-        return self._prefixes.clear()

@@ -188,11 +188,11 @@ class SparsePrefill(Sparse):
 
     @property
     def state_bytes(self) -> int:
-        return self.draft.state_bytes
+        return self.draft.runner.state_bytes
 
     @property
     def records_bytes(self) -> int:
-        return self.draft.records_bytes
+        return self.draft.prefixes.num_bytes
 
     def advance(self, limit_s: float | None) -> None:
         with isolated(self._break):
@@ -205,11 +205,11 @@ class SparsePrefill(Sparse):
                     self._remembered.put(key, importance)
 
     def evict(self, num_bytes: int) -> int:
-        return self.draft.evict(num_bytes)
+        return self.draft.prefixes.evict(num_bytes)
 
     def clear(self) -> int:
         self._remembered.clear()
-        return self.draft.clear()
+        return self.draft.prefixes.clear()
 
     def _break(self, error: Exception) -> None:
         """The draft model's engine is in an unknown state and is not used again; no request fails for it."""
@@ -228,8 +228,8 @@ class SparsePrefill(Sparse):
             bypassed=tuple((reason.value, self._bypassed[reason]) for reason in Bypass),
             num_scoring=self.draft.num_scoring,
             weights_bytes=self.draft.weights_bytes,
-            state_bytes=self.draft.state_bytes,
-            records_bytes=self.draft.records_bytes,
+            state_bytes=self.draft.runner.state_bytes,
+            records_bytes=self.draft.prefixes.num_bytes,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -23,7 +22,7 @@ def dense_layers(directory: Path, folders: Sequence[str]) -> list[HeadLayer]:
 def _dense(folder: Path) -> HeadLayer:
     config = read_object(folder / "config.json")
     activation = activation_of(str(folder / "config.json"), config.get("activation_function"))
-    with foreign_errors(partial(_unusable, folder)):
+    with foreign_errors(lambda error: ModelError(f"{folder} holds no usable model.safetensors: {error}")):
         weights = mx.load(str(folder / "model.safetensors"))
         assert isinstance(weights, dict)
         matrix, bias = weights["linear.weight"], weights.get("linear.bias")
@@ -32,7 +31,3 @@ def _dense(folder: Path) -> HeadLayer:
     if bias is not None:
         linear.bias = bias
     return HeadLayer(linear, ACTIVATIONS[activation])
-
-
-def _unusable(folder: Path, error: BaseException) -> ModelError:
-    return ModelError(f"{folder} holds no usable model.safetensors: {error}")

@@ -48,7 +48,8 @@ def load_trunk(files: ModelFiles) -> Loaded:
 
     def rename(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
         # sentence-transformers saves the trunk alone
-        own = weights if any(name.startswith("model.") for name in weights) else with_prefix(weights)
+        has_prefix = any(name.startswith("model.") for name in weights)
+        own = weights if has_prefix else {f"model.{name}": array for name, array in weights.items()}
         kept.update({name: array for name, array in own.items() if name == "score.weight"})
         return dict(own)
 
@@ -56,10 +57,6 @@ def load_trunk(files: ModelFiles) -> Loaded:
     loaded = load_weights(files, rename, has_output=has_matrix)
     head = _head(files, recipe, loaded.model, kept)
     return Loaded(Trunk(loaded.model.model, head), loaded.num_unused)
-
-
-def with_prefix(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    return {f"model.{name}": array for name, array in weights.items()}
 
 
 def _head(files: ModelFiles, recipe: Recipe, model: Any, kept: Mapping[str, mx.array]) -> Head:
