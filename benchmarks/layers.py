@@ -146,13 +146,7 @@ def _gated_norm(sizes: LayerSizes, weights: DeltaWeights, num_tokens: int) -> Ca
     mx.eval(x, projected)
     wanted = right.gated_norm(shape, weights, double(x), double(projected)[0])
     chain = Chain(x, lambda given, _: [delta.gated_norm(shape, weights, given, projected)])
-    return case_of(
-        "delta.gated_norm",
-        rows_name(num_tokens, 1),
-        3 * x.nbytes,
-        chain,
-        error_of_first(wanted),
-    )
+    return case_of("delta.gated_norm", rows_name(num_tokens, 1), 3 * x.nbytes, chain, error_of_first(wanted))
 
 
 # Attention layers

@@ -125,12 +125,7 @@ class Forwards:
     """The model's share of decode steps, up to the most likely tokens and the states of the next step."""
 
     def __init__(
-        self,
-        packed: PackedModel,
-        prompt: Sequence[int],
-        token_ids: Sequence[int],
-        num_steps: int,
-        chunk_tokens: int,
+        self, packed: PackedModel, prompt: Sequence[int], token_ids: Sequence[int], num_steps: int, chunk_tokens: int
     ) -> None:
         """prompt: of all rows, `chunk_tokens` at a time. token_ids: one for each row, fed in every step."""
         self._packed = packed

@@ -99,12 +99,7 @@ class FeatureCache(Features):
     covers are skipped. Embeddings stay, up to a limit, for the next turn of a chat, which sends its pictures again.
     """
 
-    def __init__(
-        self,
-        tower: Tower,
-        max_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, tower: Tower, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         """max_bytes: of embeddings that no request needs any more."""
         self._tower = tower
         self._max_bytes = max_bytes

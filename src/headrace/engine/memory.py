@@ -52,11 +52,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    here: Device,
-    utilization: float | None,
-    share: MemoryShare | None,
-    parts: Iterable[object],
-    adapters_bytes: int = 0,
+    here: Device, utilization: float | None, share: MemoryShare | None, parts: Iterable[object], adapters_bytes: int = 0
 ) -> MemoryPlan:
     """The memory after loading. parts: what holds the model's weights; share: None for a model without others.
 

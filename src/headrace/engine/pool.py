@@ -36,7 +36,6 @@ behind which the state helps only requests for another answer to the same prompt
 50 MB, and on an H200 copying and restoring it took longer than computing so few tokens.
 """
 
-
 MAX_LOOKUPS = 20
 """The status shows so many of the latest lookups."""
 

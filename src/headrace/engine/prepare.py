@@ -26,14 +26,7 @@ from headrace.engine.features import FeatureCache
 from headrace.engine.group import Together
 from headrace.engine.kv_bits import StoredKV, prepare_kv
 from headrace.engine.loop import Loop, Parts
-from headrace.engine.memory import (
-    DEFAULT_CONTEXT,
-    SHARED_CONTEXT,
-    MemoryPlan,
-    chosen_context,
-    plan_memory,
-    state_pool,
-)
+from headrace.engine.memory import DEFAULT_CONTEXT, SHARED_CONTEXT, MemoryPlan, chosen_context, plan_memory, state_pool
 from headrace.engine.mirror import Follower, Lead, LeadingPool, LeadingRunner, LeadingWarmUp
 from headrace.engine.model_files import model_files
 from headrace.engine.pool import PrefixPool

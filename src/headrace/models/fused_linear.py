@@ -20,7 +20,6 @@ MANY_TOKENS = 256
 """From here on weights that our kernels don't support are made dense before the product. With 4 bits MLX's own took
 as long at 256 tokens on an H200, and three times as long at 2,048."""
 
-
 _SUMMED = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
 """Linears whose inputs are split over ranks: each rank's product is a part of the output, which is the sum."""
 

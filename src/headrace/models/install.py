@@ -11,15 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.kernels import Kernels
 from headrace.backend.rope import RopeAngles
-from headrace.models.adapters import (
-    Restore,
-    Tap,
-    TappedNorm,
-    packed_attention,
-    rebind,
-    wrap_ropes,
-    wrap_row_ropes,
-)
+from headrace.models.adapters import Restore, Tap, TappedNorm, packed_attention, rebind, wrap_ropes, wrap_row_ropes
 from headrace.models.fused_linear import FusedHead, can_be_head
 from headrace.models.levels import Level, Levels, ModulePath, mixers_of
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
@@ -51,7 +43,6 @@ FINAL_NORMS = (
     "final_layer_norm",
 )
 """Names that mlx-lm's models give the norm before their head."""
-
 
 LONE_LINEARS = ("lm_head", "fc")
 """Names of linears outside of layers: an output matrix, and a prediction head's input projection."""

@@ -14,10 +14,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from headrace.models.adapters import (
-    is_rope,
-    takes,
-)
+from headrace.models.adapters import is_rope, takes
 from headrace.models.step import Windows
 from headrace.models.vlm import VlmWrapper
 from headrace.state.module import caches_in

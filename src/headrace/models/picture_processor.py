@@ -17,7 +17,6 @@ from headrace.models.source import foreign_errors
 
 Pixels = npt.NDArray[np.uint8]
 
-
 ProcessedPicture = tuple[tuple[int, ...], Mapping[str, npt.NDArray[Any]]]
 """The tokens that stand in a picture's place in a prompt, and the processor's arrays by name."""
 

@@ -17,14 +17,7 @@ from headrace.models.collectives import AbsentGroup, Collective, collectives_of
 from headrace.models.hub import Repository, find, hub_errors
 from headrace.models.levels import choose_levels
 from headrace.models.sharding import split
-from headrace.models.source import (
-    ModelFiles,
-    foreign_errors,
-    loaded_bytes,
-    read_files,
-    read_small_files,
-    weights_bytes,
-)
+from headrace.models.source import ModelFiles, foreign_errors, loaded_bytes, read_files, read_small_files, weights_bytes
 from headrace.models.weights import MEMORY_SHARE, built, num_parameters
 from headrace.state.layer import LayerCost
 from headrace.state.module import caches_in

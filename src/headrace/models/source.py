@@ -24,7 +24,6 @@ NESTED_TEXT_CONFIGS = ("text_config", "language_model", "language_config", "llm_
 
 CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length", "n_ctx")
 
-
 _NO_GGUF = (
     "take the same model in MLX's format (many are at https://huggingface.co/mlx-community), or convert the original "
     "with `python -m mlx_lm convert --hf-path ORIGINAL -q`"

@@ -26,11 +26,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        admission: Admission,
-        waiting: WaitingQueue,
-        stages: PromptStages,
-        prefill: PrefillTurns,
+        self, admission: Admission, waiting: WaitingQueue, stages: PromptStages, prefill: PrefillTurns
     ) -> None:
         self._admission = admission
         self._waiting = waiting

@@ -16,7 +16,6 @@ OLDEST_EVERY = 4
 So a request that finds m others in the queue is among the next OLDEST_EVERY * (m + 1) starts, whatever arrives later.
 """
 
-
 _Class = tuple[int, str]
 """Priority and session: requests that are ranked alike, and start in the order of their arrival."""
 

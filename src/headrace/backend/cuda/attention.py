@@ -28,7 +28,6 @@ _STAGES = {64: 3, 128: 3, 256: 2}
 """Tiles of keys and values under way in each warp, by head_dim: what a multiprocessor of an H100 holds for its blocks.
 Elsewhere there are as many of them as one block has room for."""
 
-
 _PROJECTED = ("projected", "positions", "frequencies", "axes")
 _NORMS = ("q_norm", "k_norm", "eps")
 

@@ -23,7 +23,6 @@ up to 8 tokens and what follows them (docs/benchmarks.md), and the host a third 
 _WIDE_BLOCKS = 264
 """Blocks of 32 features from which on a block is that wide: two on each of the 132 multiprocessors of an H100."""
 
-
 _NONE = "static_cast<const T*>(nullptr)"
 """An array that a kernel's function does without."""
 

@@ -84,11 +84,7 @@ def route(routing: Routing, logits: mx.array) -> tuple[mx.array, mx.array]:
     num_tokens, width = logits.shape
     outputs = (num_tokens, routing.per_token)
     chosen, weights = _route(routing)(
-        (logits,),
-        {"T": logits.dtype},
-        (-(-num_tokens // 4), 1, 1),
-        128,
-        ((outputs, mx.int32), (outputs, mx.float32)),
+        (logits,), {"T": logits.dtype}, (-(-num_tokens // 4), 1, 1), 128, ((outputs, mx.int32), (outputs, mx.float32))
     )
     return chosen, weights
 

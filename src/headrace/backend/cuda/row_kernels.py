@@ -12,13 +12,7 @@ from headrace.backend.cuda.kernel import CudaKernel, or_ops
 
 _THREADS = 256
 
-_SWIGLU = CudaKernel(
-    "swiglu",
-    ("swiglu.cuh",),
-    ("projected",),
-    ("out",),
-    "swiglu<T, WIDTH>(projected, out);",
-)
+_SWIGLU = CudaKernel("swiglu", ("swiglu.cuh",), ("projected",), ("out",), "swiglu<T, WIDTH>(projected, out);")
 
 
 @or_ops(ops.swiglu)

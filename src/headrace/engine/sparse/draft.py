@@ -27,7 +27,6 @@ LOOKAHEAD = 8
 """Tokens that the draft model continues a prompt with; their attention gives the scores (SpecPrefill, arXiv
 2502.02789)."""
 
-
 Importance = npt.NDArray[np.float32]
 """Of each token of a prompt, `[M]`."""
 
@@ -57,8 +56,7 @@ def refuse_draft(knob: str, draft: DraftModel) -> None:
     """Raise ConfigError for a draft model without the attention that gives scores."""
     if not num_scoring_layers(draft.model.packed):
         raise refused(
-            knob,
-            f"{draft.name} can't tell what is important in a prompt: none of its layers attends to all of it",
+            knob, f"{draft.name} can't tell what is important in a prompt: none of its layers attends to all of it"
         )
 
 

@@ -29,7 +29,6 @@ from headrace.types.status import SparseStatus, WaitReason
 
 logger = logging.getLogger(__name__)
 
-
 NUM_REMEMBERED = 8
 """Prompts whose importance is cached, so that a repeated one selects exactly the same tokens: after its prefix
 cache, the draft model would compute it in other chunks, with other rounding."""
@@ -71,15 +70,7 @@ class Sparse:
 class SparsePrefill(Sparse):
     """A stage: decides for each request whether and how its prompt is made sparse; counts why others are not."""
 
-    def __init__(
-        self,
-        draft: SparseDraft,
-        prefixes: PrefixCache,
-        *,
-        threshold: int,
-        keep: float,
-        window: int,
-    ) -> None:
+    def __init__(self, draft: SparseDraft, prefixes: PrefixCache, *, threshold: int, keep: float, window: int) -> None:
         """prefixes: the served model's. threshold: uncached tokens of a long prompt.
 
         keep: share of these to compute, unless a request sets it.

@@ -52,11 +52,7 @@ def attend(
 
 
 def _attend_in_batches(
-    view: View,
-    queries: mx.array,
-    new: tuple[mx.array, mx.array] | None,
-    scale: float,
-    sinks: mx.array | None,
+    view: View, queries: mx.array, new: tuple[mx.array, mx.array] | None, scale: float, sinks: mx.array | None
 ) -> mx.array:
     """`attend` without a window, for short rows of one slab together."""
     step, spans = view.step, view.step.spans

@@ -153,12 +153,7 @@ def read_together(
         return mx.contiguous(mx.broadcast_to(visible, (num_rows, num_heads, num_tokens, batch.longest)))
 
     found = mx.fast.scaled_dot_product_attention(
-        own,
-        keys,
-        values,
-        scale=scale,
-        mask=step.cached((batch, num_heads, state.first), mask),
-        sinks=sinks,
+        own, keys, values, scale=scale, mask=step.cached((batch, num_heads, state.first), mask), sinks=sinks
     )
     return found.swapaxes(1, 2).reshape(num_rows * num_tokens, num_heads, 1, -1)
 

@@ -77,10 +77,7 @@ def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], windo
 
 
 def _places(
-    step: PackedStep,
-    rows: Sequence[tuple[int, ...]],
-    together: Sequence[tuple[int, ...]],
-    slabs: tuple[Slab, ...],
+    step: PackedStep, rows: Sequence[tuple[int, ...]], together: Sequence[tuple[int, ...]], slabs: tuple[Slab, ...]
 ) -> _Places:
     plan = tuple(rows)
     if not together:
@@ -215,14 +212,7 @@ class CudaAttentionMixer(nn.Module):
         gate = self._parts.gate
         gates = None if gate is None else (projected, gate)
         return kernels.attend(
-            self._parts.shape,
-            inputs.tables[1],
-            most,
-            queries,
-            _pairs(inputs),
-            self._scale,
-            self._parts.sinks,
-            gates,
+            self._parts.shape, inputs.tables[1], most, queries, _pairs(inputs), self._scale, self._parts.sinks, gates
         )
 
     def _chunk(

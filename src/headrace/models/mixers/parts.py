@@ -128,7 +128,6 @@ _SCALED_ROPES: dict[type[nn.Module], str | None] = {
 }
 """Ropes that hold the positions per radian of each pair, and their name for a factor on queries and keys."""
 
-
 _NORM_CENTRES: dict[type[nn.Module], float] = {nn.RMSNorm: 0.0, gemma3_text.RMSNorm: 1.0}
 """What norms of each class add to their weights."""
 
