@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import mlx.core as mx
@@ -102,7 +102,6 @@ def run(argv: Sequence[str]) -> None:
         sides.add_argument(flag, dest="sides", action="store_const", const=(side,), help=f"measure {side} alone")
     given = parser.parse_args(list(argv))
     plan = plan_of(given)
-    plan = plan if given.sides is None else replace(plan, sides=given.sides)
     config_of(plan.shape, plan.num_layers)
     if given.json is not None:
         make_folder(given.json)
@@ -135,12 +134,14 @@ def plan_parser(module: str, about: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--random", action="store_true", required=True, help="draw the weights at random, the only kind there is"
     )
-    parser.add_argument("--layers", metavar="N", type=int, help="as many layers of the shape (default: all)")
+    parser.add_argument(
+        "--layers", metavar="N", dest="num_layers", type=int, help="as many layers of the shape (default: all)"
+    )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default=defaults.dtype, help="default: %(default)s"
     )
     parser.add_argument(
-        "--quantize", metavar="BITS", type=int, choices=(2, 3, 4, 5, 6, 8), help="bits of weights, in groups of 64"
+        "--quantize", metavar="BITS", dest="bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="in groups of 64"
     )
     shown = ",".join(map(str, defaults.prefill))
     parser.add_argument(
@@ -171,16 +172,8 @@ def plan_parser(module: str, about: str) -> argparse.ArgumentParser:
 
 
 def plan_of(given: argparse.Namespace) -> ModelPlan:
-    return ModelPlan(
-        shape=given.shape,
-        num_layers=given.layers,
-        dtype=given.dtype,
-        bits=given.quantize,
-        prefill=given.prefill,
-        decode=given.decode,
-        num_repeats=given.num_repeats,
-        num_steps=given.num_steps,
-    )
+    names = [each.name for each in fields(ModelPlan)]
+    return ModelPlan(**{name: value for name, value in vars(given).items() if name in names and value is not None})
 
 
 def _positive(text: str) -> int:

@@ -36,7 +36,8 @@ SAMPLE_TOKENS = 64
 
 def main() -> None:
     given, group = read_given()
-    plan = _plan_of(given["plan"])
+    found = given["plan"]
+    plan = ModelPlan(**{**found, "decode": tuple(tuple(each) for each in found["decode"])})
     started = time.perf_counter()
     config = config_of(plan.shape, plan.num_layers)
     model = _model(plan, config, group)
@@ -55,11 +56,6 @@ def main() -> None:
             packed = PackedModel(model, choose_levels(model), Kernels("fast", device_kind()))
             for figure in _figures(packed, plan, config["vocab_size"]):
                 _say_figure(figure, without_sums=True)
-
-
-def _plan_of(found: dict[str, Any]) -> ModelPlan:
-    found["decode"] = tuple(tuple(each) for each in found["decode"])
-    return ModelPlan(**found)
 
 
 def _model(plan: ModelPlan, config: dict[str, Any], group: mx.distributed.Group | None) -> Any:

@@ -15,7 +15,8 @@ from benchmarks.command import add_ranks, exit_code, write_report
 from benchmarks.model import ModelPlan, plan_of, plan_parser
 from benchmarks.processes import OnLine, backend_here, run_ranks
 from headrace.backend.device import current
-from headrace.bench.table import Row, aligned
+from headrace.bench.figures import spread
+from headrace.bench.table import Row, aligned, spread_text
 from headrace.cli.bench import make_folder
 from headrace.ranks.layout import Layout, read_layout
 
@@ -49,12 +50,8 @@ def measure(plan: ModelPlan, layout: Layout | None, limit_s: float, on_line: OnL
         found[rank].take(line)
         on_line(rank, line)
 
-    run_ranks("benchmarks.rank", {"plan": _as_given(plan)}, layout, limit_s, take)
+    run_ranks("benchmarks.rank", {"plan": asdict(plan)}, layout, limit_s, take)
     return found
-
-
-def _as_given(plan: ModelPlan) -> dict[str, Any]:
-    return {name: value for name, value in asdict(plan).items() if name != "sides"}
 
 
 TITLES: Row = ("measure", "one, ms", "split, ms", "times as fast", "without sums, ms", "launches", "host ms")
@@ -91,8 +88,7 @@ def _median(figure: Mapping[str, Any]) -> float:
 
 
 def _shown(figure: Mapping[str, Any]) -> str:
-    times = [time_s * 1e3 for time_s in figure["times_s"]]
-    return f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
+    return spread_text(spread(figure["times_s"]), 1e3)
 
 
 def likeliest_line(one: Found, split: Found) -> str:

@@ -171,9 +171,6 @@ class Forwards:
             row.state.commit(1)
 
 
-_ENDLESS = 2**30
-
-
 class PeerSteps:
     """Steps of the untouched model."""
 
@@ -223,12 +220,12 @@ class PeerSteps:
         return mx.array(self._random.integers(0, self._vocab_size, num_tokens), dtype=mx.int32)
 
     def _one(self, context: int) -> tuple[Callable[[], object], str, Callable[[], None]]:
-        steps = generate_step(self._ids(1), self._model, max_tokens=_ENDLESS, prompt_cache=self.caches(1, context)[0])
+        steps = generate_step(self._ids(1), self._model, max_tokens=_LONGEST, prompt_cache=self.caches(1, context)[0])
         return lambda: next(steps), "generate_step", steps.close
 
     def _several(self, num_rows: int, context: int) -> tuple[Callable[[], object], str, Callable[[], None]]:
         batch = BatchGenerator(
-            self._model, max_tokens=_ENDLESS, completion_batch_size=num_rows, prefill_batch_size=num_rows
+            self._model, max_tokens=_LONGEST, completion_batch_size=num_rows, prefill_batch_size=num_rows
         )
         prompts = [[int(token)] for token in self._random.integers(0, self._vocab_size, num_rows)]
         batch.insert(prompts, caches=self.caches(num_rows, context))

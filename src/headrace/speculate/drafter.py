@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -38,45 +37,48 @@ class DraftRow:
     media: EntryMedia | None = None
 
 
-class Drafter(Protocol):
-    """Keeps what it has computed of a sequence with the sequence's state."""
+class Drafter:
+    """Keeps what it has computed of a sequence with the sequence's state. Defaults: without a separate model."""
+
+    draft_model: str | None = None
+    """The name of a separate model; None for a prediction head."""
+
+    weights_bytes = 0
+    """Of a separate model."""
+
+    pool: StatePool | None = None
+    """Of a separate model's states."""
 
     @property
     def num_new_variants(self) -> int:
         """Steps so far, of the served model too, of a new compiled variant, see `CompiledSteps`."""
-
-    @property
-    def draft_model(self) -> str | None:
-        """The name of a separate model; None for a prediction head."""
-
-    @property
-    def weights_bytes(self) -> int:
-        """Of a separate model."""
-
-    @property
-    def pool(self) -> StatePool | None:
-        """Of a separate model's states."""
+        raise NotImplementedError
 
     def num_pending(self, state: SequenceState) -> int:
         """Tokens that must be processed even if nothing is drafted, because what they need takes memory."""
+        return 0
 
     def catch_up_together(self, rows: Sequence[tuple[SequenceState, Sequence[int], EntryMedia | None]]) -> None:
-        """Process the pending tokens, as before states are stored."""
+        """Process the pending tokens, as before states are stored. The last known token is left for `draft`."""
 
     def skip(self, state: SequenceState) -> None:
         """Drop what is kept of a sequence that is not drafted for any more."""
+        raise NotImplementedError
 
     def prefill_s(self, state: SequenceState, num_known: int) -> float:
         """Seconds that `prefill` will take before the sequence can be drafted for; 0 if it can be now."""
+        return 0.0
 
     def prefill(self, rows: Sequence[tuple[SequenceState, Sequence[int]]]) -> float:
         """Process known tokens of the rows, the first ones first and as many as a step may wait for.
 
         Waits for the device. Returns the seconds taken.
         """
+        return 0.0
 
     def draft(self, rows: Sequence[DraftRow]) -> DraftBatch:
         """Drafts of the tokens after the known ones, for rows sorted by falling number; launched, not waited for."""
+        raise NotImplementedError
 
 
 def check_order(rows: Sequence[DraftRow]) -> None:

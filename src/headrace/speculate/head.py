@@ -8,19 +8,14 @@ import mlx.core as mx
 
 from headrace.models.mixers.fused import next_power_of_two
 from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
-from headrace.speculate.drafter import DraftRow, EntryMedia, check_order, next_drafts
+from headrace.speculate.drafter import Drafter, DraftRow, EntryMedia, check_order, next_drafts
 from headrace.speculate.drafts import DraftBatch
 from headrace.state.hidden import NUM_AGAIN, HiddenRows, gathered
 from headrace.state.sequence import SequenceState
-from headrace.state.slabs import StatePool
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """Keeps the head in step with the trunk, and drafts with it."""
-
-    draft_model: str | None = None
-    weights_bytes = 0
-    pool: StatePool | None = None
 
     def __init__(self, head: MtpHead) -> None:
         self._head = head
@@ -33,7 +28,6 @@ class HeadDrafter:
         return state.length - self._head.hidden_of(state).num_folded
 
     def catch_up_together(self, rows: Sequence[tuple[SequenceState, Sequence[int], EntryMedia | None]]) -> None:
-        """See `Drafter`. The last known token is left for `draft`."""
         behind = [
             (state, token_ids, state.length, media) for state, token_ids, media in rows if self.num_pending(state) > 0
         ]
@@ -42,12 +36,6 @@ class HeadDrafter:
 
     def skip(self, state: SequenceState) -> None:
         self._head.hidden_of(state).fold(state.length + 1)
-
-    def prefill_s(self, state: SequenceState, num_known: int) -> float:
-        return 0.0
-
-    def prefill(self, rows: Sequence[tuple[SequenceState, Sequence[int]]]) -> float:
-        return 0.0
 
     def draft(self, rows: Sequence[DraftRow]) -> DraftBatch:
         """See `Drafter`. The head first catches up to the known token after each state."""

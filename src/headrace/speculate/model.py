@@ -10,7 +10,7 @@ import mlx.core as mx
 from headrace.models.mixers.fused import MOST_TOKENS
 from headrace.models.packed import PackedModel, Row
 from headrace.recent_times import RecentTimes
-from headrace.speculate.drafter import DraftRow, EntryMedia, check_order, next_drafts
+from headrace.speculate.drafter import Drafter, DraftRow, check_order, next_drafts
 from headrace.speculate.drafts import DraftBatch
 from headrace.state.sequence import Companion, SequenceState
 from headrace.state.slabs import StatePool
@@ -29,7 +29,7 @@ def most_tokens(context_length: int | None) -> int:
     return FULL_TOKENS if context_length is None else min(FULL_TOKENS, context_length)
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Keeps a draft model's states of the latest tokens of sequences, and drafts with it.
 
     A state has a bounded number of tokens: neither its memory nor the time to compute it grows with the text, and it is
@@ -51,10 +51,8 @@ class ModelDrafter:
 
         chunk_tokens: of all texts that are processed before a step, at most, because streams wait for it.
         """
-        self.draft_model: str | None = name
-        self.weights_bytes = weights_bytes
-        self.pool: StatePool | None = pool
-        self._pool = pool
+        self.draft_model, self.weights_bytes = name, weights_bytes
+        self.pool = self._pool = pool
         self._model = model
         self._target = target
         self._most_tokens = most_tokens - MOST_DRAFTS
@@ -66,12 +64,6 @@ class ModelDrafter:
     @property
     def num_new_variants(self) -> int:
         return self._target.num_new_variants + self._model.num_new_variants
-
-    def num_pending(self, state: SequenceState) -> int:
-        return 0
-
-    def catch_up_together(self, rows: Sequence[tuple[SequenceState, Sequence[int], EntryMedia | None]]) -> None:
-        """Nothing to do: what is stored of a sequence doesn't include this model's state."""
 
     def skip(self, state: SequenceState) -> None:
         state.drop_companion()
