@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.backend.device import Device
 from headrace.common_prefix import common_length
 from headrace.config import Config
 from headrace.engine.pool import WAIT_TOKENS, Lookup, PrefixPool
@@ -163,7 +164,7 @@ def open_disk_tier(
     tower: Tower | None,
     sample: SequenceState,
     budget_bytes: int,
-    device_kind: str,
+    here: Device,
 ) -> DiskTier | None:
     """The disk tier of a loaded model; None if not configured.
 
@@ -192,7 +193,7 @@ def open_disk_tier(
             max(1, knobs.cache_disk_quota - kept_bytes(folder)),
             weights,
             form=StateForm.of(sample),
-            prefill_tokens_per_s=PREFILL_TOKENS_PER_S[device_kind],
+            prefill_tokens_per_s=PREFILL_TOKENS_PER_S[here.kind],
             max_pending_bytes=int(PENDING_SHARE * budget_bytes),
             max_load_bytes=int(LOAD_SHARE * budget_bytes),
         )

@@ -110,13 +110,9 @@ def prepare(
     memory = _memory_budget(budget_bytes - of_draft, cost, drafting)
     context_share = 1.0 if share is None else SHARED_CONTEXT
     max_model_len = chosen_context(knobs.max_model_len, own_context, memory, context_share)
-    disk = open_disk_tier(
-        config, files.directory, loaded, drafting.origin, whole.tower, kv.sample, budget_bytes, here.kind
-    )
-    report = _device_lines(here, products)
-    if here.mac is not None:
-        report += (wire(here.mac, knobs.wired, held.weights_bytes + held.others_bytes),)
-    report += whole.report(_context_line(max_model_len, cost, memory))
+    disk = open_disk_tier(config, files.directory, loaded, drafting.origin, whole.tower, kv.sample, budget_bytes, here)
+    wired = () if here.mac is None else (wire(here.mac, knobs.wired, held.weights_bytes + held.others_bytes),)
+    report = (*_device_lines(here, products), *wired, *whole.report(_context_line(max_model_len, cost, memory)))
     report += () if disk is None else (disk.report,)
     report += () if draft is None else (report_line(draft, config, of_draft),)
     parts, stages = _make_caches(config, files.name, cost, disk, whole.tower, budget_bytes, together.lead)
