@@ -74,7 +74,8 @@ def test_a_boundary_holds_whatever_the_next_turn_says(name: str) -> None:
         assert lengths == sorted(set(lengths))
         assert all(0 < length <= len(prompt.token_ids) for length in lengths)
         ends = _message_ends(messages, prompt)
-        assert name == "thinking" or len(ends) >= len(messages)
+        num_expected = min(len(messages) - sum(message.role == "system" for message in messages), MAX_MESSAGES + 1)
+        assert name == "thinking" or len(ends) >= num_expected
         for end, length in ends:
             following = messages[end] if end < len(messages) else said("assistant")
             next_turn = ChatMessage(following.role, (TextPart(other),), tool_call_id=following.tool_call_id)
@@ -93,8 +94,8 @@ def _message_ends(messages: tuple[ChatMessage, ...], prompt: RenderedPrompt) -> 
         by_kind[boundary.kind].append(boundary.num_tokens)
     ends = [(num_system, length) for length in by_kind[BoundaryKind.SYSTEM]]
     ends += [(len(messages), length) for length in by_kind[BoundaryKind.PROMPT]]
-    if len(by_kind[BoundaryKind.MESSAGE]) == len(messages) - num_system - 1:
-        ends += list(enumerate(by_kind[BoundaryKind.MESSAGE], start=num_system + 1))
+    if len(by_kind[BoundaryKind.MESSAGE]) == (number := min(len(messages) - num_system - 1, MAX_MESSAGES)):
+        ends += list(enumerate(by_kind[BoundaryKind.MESSAGE], start=len(messages) - number))
     return ends
 
 
@@ -258,7 +259,8 @@ def test_tokens_of_earlier_turns_change_no_prompt(name: str) -> None:
     same()
 
 
-def test_the_next_turn_renders_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_a_long_conversation_is_rendered_once(monkeypatch: pytest.MonkeyPatch, has_tools: bool) -> None:
     used = chat_template("thinking")
     lengths: list[int] = []
     run = TemplateSource.run
@@ -268,19 +270,77 @@ def test_the_next_turn_renders_only_what_is_new(monkeypatch: pytest.MonkeyPatch)
         return run(self, messages, *args, **fields)
 
     monkeypatch.setattr(TemplateSource, "run", counted)
+    fields = {"tools": (TOOL,) if has_tools else ()}
     messages: tuple[ChatMessage, ...] = (said("system", "be brief"),)
     for number in range(20):
         messages = (*messages, said("user", f"question {number}"), said("assistant", f"answer {number}"))
-    first = used.render(ChatRequest("request", (*messages, said("user", "more"))))
-    assert sum(length > 20 for length in lengths) == MAX_MESSAGES + 3
+    first = used.render(ChatRequest("request", (*messages, said("user", "more")), **fields))
+    assert [length for length in lengths if length > MAX_MESSAGES + 2] == [42]
     lengths.clear()
     messages = (*messages, said("user", "more"), said("assistant", "no more"), said("user", "a last one"))
-    second = used.render(ChatRequest("request", messages))
-    # the prompt, the conversation alone, answered, and without its last message
-    assert sorted(length for length in lengths if length > 20) == [43, 44, 44, 45]
-    # and a few words' conversations for the one new answer
-    assert sum(length <= 20 for length in lengths) < 8
+    second = used.render(ChatRequest("request", messages, **fields))
+    assert [length for length in lengths if length > MAX_MESSAGES + 2] == [44]
     assert second.boundaries[-3].num_tokens == first.boundaries[-1].num_tokens
+
+
+def ends_of_messages(template: ChatTemplate, messages: tuple[ChatMessage, ...], **fields: Any) -> list[int]:
+    """How many tokens prompts of the first messages share with the whole prompt, whatever is asked then."""
+    whole = template.render(ChatRequest("request", messages, **fields)).token_ids
+    lengths = []
+    for end in range(len(messages) - MAX_MESSAGES, len(messages)):
+        follows = said(messages[end].role, "\u2603", tool_call_id=messages[end].tool_call_id)
+        other = template.render(ChatRequest("request", (*messages[:end], follows), **fields)).token_ids
+        lengths.append(common_length(whole, other))
+    return lengths
+
+
+@pytest.mark.parametrize("name", ["chatml", "thinking", "headers", "alternating"])
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_boundaries_of_a_long_conversation_are_where_its_beginnings_end(name: str, has_tools: bool) -> None:
+    """A boundary may be a little before the place up to which prompts agree, but behind the message before."""
+    template = TEMPLATES[name]
+    messages: tuple[ChatMessage, ...] = (said("system", "be brief"),)
+    for number in range(12):
+        call = ToolCall(f"callnum{number:02}", "f", '{"a": 1}')
+        thought = f"Hm {number}" if number % 2 else None
+        messages = (*messages, said("user", f"question {number}"))
+        if number % 3 == 2 and name != "alternating":
+            messages += (
+                said("assistant", "let me see", reasoning=thought, tool_calls=(call,)),
+                said("tool", f"result {number}", tool_call_id=call.id),
+            )
+        messages = (*messages, said("assistant", f"answer {number}", reasoning=thought))
+    messages = (*messages, said("user", "a last one"))
+    fields = {"tools": (TOOL,) if has_tools else ()}
+    prompt = template.render(ChatRequest("request", messages, **fields))
+    found = [boundary.num_tokens for boundary in prompt.boundaries if boundary.kind is BoundaryKind.MESSAGE]
+    expected = ends_of_messages(template, messages, **fields)
+    assert len(found) == MAX_MESSAGES
+    assert all(at <= end for at, end in zip(found, expected, strict=True))
+    assert all(before < at for before, at in zip(expected, found[1:], strict=False))
+
+
+def test_where_the_last_messages_are_written_in_another_way_alone_only_the_prompt_has_a_boundary() -> None:
+    source = template("chatml").replace("{{ message.content }}", "{{ message.content }}{{ loop.index }}")
+    assert "loop.index" in source
+    tokenizer = Tokenizer(chat_tokenizer("chatml")._backend, chat_template=source)
+    numbering = ChatTemplate(tokenizer, find_family("x", source))
+    messages = tuple(said("user" if i % 2 == 0 else "assistant", str(i)) for i in range(61))
+    prompt = numbering.render(ChatRequest("request", messages))
+    assert kinds(prompt) == [BoundaryKind.PROMPT]
+    end_of_turn = chat_tokenizer("chatml").added_tokens["<|im_end|>"]
+    assert prompt.token_ids[: prompt.boundaries[-1].num_tokens].count(end_of_turn) == 61
+
+
+def test_thinking_that_a_long_conversations_prompt_opens_is_seen() -> None:
+    for thinks in (True, False):
+        source = template("thinking").replace(r"'<think>\n')", r"'<think>\nSo: ')")
+        tokenizer = Tokenizer(chat_tokenizer("thinking")._backend, chat_template=source)
+        used = ChatTemplate(tokenizer, find_family("generic", source))
+        messages = tuple(said("user" if i % 2 == 0 else "assistant", str(i)) for i in range(61))
+        prompt = used.render(ChatRequest("request", messages, enable_thinking=thinks))
+        assert prompt.thinking_open == thinks
+        assert prompt.text.endswith("So: ") == thinks
 
 
 def test_a_template_that_tells_the_time_is_not_remembered_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +357,7 @@ def test_a_template_that_tells_the_time_is_not_remembered_wrongly(monkeypatch: p
         def now(cls, tz: Any = None) -> datetime:
             return datetime(2001, 2, 3)
 
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+    monkeypatch.setattr("headrace.text.template_environment.datetime", Tomorrow)
     after = used.render(request)
     assert after == ChatTemplate(tokenizer, family).render(request)
     assert after.text != before.text

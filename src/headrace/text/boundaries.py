@@ -1,7 +1,7 @@
 """Finds where a rendered conversation may branch: prefixes that stay the same when it continues differently.
 
-Found by rendering prefixes of the conversation and comparing. Rendered prefixes are cached by digest, so that the next
-turn of the conversation renders only the new ones.
+Found by rendering prefixes of the conversation and comparing. In a long conversation they are prefixes of its last
+messages alone, rendered after a short question; they count as far as the conversation ends in the same text.
 
 Text that two renderings share need not be shared tokens, because a merge may cross its end; so a boundary is moved back
 to the end of the last control token that the template wrote, which nothing after it can change.
@@ -9,22 +9,25 @@ to the end of the last control token that the template wrote, which nothing afte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import marshal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 from headrace.common_prefix import common_length
-from headrace.lru_cache import LruCache
 from headrace.text.normalise import num_leading_system
-from headrace.text.template_probe import Render
+from headrace.text.template_probe import QUESTION, Render
 from headrace.types.chat import ChatMessage, Role, TextPart
 from headrace.types.request import BoundaryKind
 
-# Boundaries of older messages are seldom worth a rendering each.
-MAX_MESSAGES = 16
+MAX_MESSAGES = 8
+"""The last messages have boundaries: a prefill leaves at most six snapshots, late ones first."""
 
 _DIGEST_BYTES = 20
+
+_MARSHAL_VERSION = 2
+"""The last one in which equal values are equal bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,76 +38,84 @@ class TextBoundary:
     kind: BoundaryKind
 
 
-class RenderedPrefixes:
-    """Prefixes of one conversation, rendered separately unless cached.
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A rendered conversation.
 
-    cache: prefixes of any conversations. salt: digest of whatever decides a rendering besides the messages.
+    text: with the generation prompt, or with the last message unfinished. num_settled: messages without that one.
+    render: renders the beginning of the conversation.
+    num_agreed: if these are the last messages of a conversation, how many characters at the end are as in that one.
     """
 
-    def __init__(
-        self,
-        rendered: str,
-        messages: tuple[ChatMessage, ...],
-        render: Render,
-        cache: LruCache[bytes, TextDigest],
-        salt: bytes,
-    ) -> None:
-        self.rendered = rendered
-        self.render = render
-        self._cache = cache
-        self._keys = chain(messages, salt)
-        self._digests = PrefixDigests(rendered)
+    text: str
+    messages: tuple[ChatMessage, ...]
+    num_settled: int
+    render: Render
+    num_agreed: int
 
-    def length_of(self, head: tuple[ChatMessage, ...]) -> int | None:
-        """Characters of the head alone, if the rendered text begins with it. head: the first messages."""
-        key = self._keys[len(head)]
-        known = self._cache.get(key)
-        if known is not None and self._digests.include(known):
-            return known.length
-        alone = self.render(head)
-        if alone is None or not self.rendered.startswith(alone):
-            return None
-        self._cache.put(key, self._digests.of(len(alone)))
-        return len(alone)
+    @property
+    def settled(self) -> tuple[ChatMessage, ...]:
+        return self.messages[: self.num_settled]
 
 
-def find_boundaries(
-    messages: tuple[ChatMessage, ...], settled: tuple[ChatMessage, ...], prefixes: RenderedPrefixes, *, has_tools: bool
-) -> list[TextBoundary]:
-    """Boundaries of a rendered prompt, not yet moved to token borders and perhaps not rising.
+def last_messages(messages: tuple[ChatMessage, ...], num_settled: int) -> tuple[ChatMessage, ...]:
+    """The end of a long conversation, as one that begins with a question; all messages of a short one."""
+    start = num_settled - MAX_MESSAGES
+    while start > 0 and messages[start].role not in ("user", "assistant"):
+        start -= 1  # the results of a call follow it
+    if start <= num_leading_system(messages) + 1:
+        return messages
+    return messages[start:] if messages[start].role == "user" else (QUESTION, *messages[start:])
 
-    settled: the messages without an unfinished last one, which belongs to the answer: the prompt ends before it. A
-    template that refuses a prefix gives no boundary there.
+
+def num_agreed(text: str, whole: str) -> int:
+    """How many characters at the end of two texts are the same."""
+    return common_length(text[::-1], whole[-len(text) :][::-1]) if text else 0
+
+
+def find_boundaries(chat: RenderedChat, tail: RenderedChat) -> list[TextBoundary]:
+    """Boundaries of the last messages, not yet moved to token borders and perhaps not rising.
+
+    A template that refuses a prefix gives no boundary there.
     """
-    found = []
-    num_system = num_leading_system(settled)
-    following = messages[num_system].role if num_system < len(messages) else "user"
-    if num_system or has_tools:
-        found.append((shared_length(messages[:num_system], following, prefixes), BoundaryKind.SYSTEM))
-    for end in range(max(num_system + 1, len(settled) - MAX_MESSAGES), len(settled)):
-        found.append((shared_length(settled[:end], settled[end].role, prefixes), BoundaryKind.MESSAGE))
+    settled = tail.settled
+    first = max(num_leading_system(settled) + 1, len(settled) - MAX_MESSAGES)
+    found = [
+        (shared_length(tail, settled[:end], settled[end].role), BoundaryKind.MESSAGE)
+        for end in range(first, len(settled))
+    ]
     if settled:
-        found.append((_prompt_length(settled, prefixes), BoundaryKind.PROMPT))
-    return [TextBoundary(length, kind) for length, kind in found if length]
+        found.append((_prompt_length(tail), BoundaryKind.PROMPT))
+    before = len(chat.text) - len(tail.text)
+    return [
+        TextBoundary(before + length, kind)
+        for length, kind in found
+        if length and len(tail.text) - length <= tail.num_agreed
+    ]
 
 
-def _prompt_length(messages: tuple[ChatMessage, ...], prefixes: RenderedPrefixes) -> int:
-    length = shared_length(messages, "assistant", prefixes)
-    answered = prefixes.render((*messages, _probe("assistant")))
-    return length if answered is None else min(length, common_length(prefixes.rendered, answered))
+def prompt_boundary(chat: RenderedChat) -> list[TextBoundary]:
+    length = _prompt_length(chat) if chat.settled else 0
+    return [TextBoundary(length, BoundaryKind.PROMPT)] if length else []
 
 
-def shared_length(head: tuple[ChatMessage, ...], following: Role, prefixes: RenderedPrefixes) -> int:
+def _prompt_length(chat: RenderedChat) -> int:
+    length = shared_length(chat, chat.settled, "assistant")
+    answered = chat.render((*chat.settled, _probe("assistant")))
+    return length if answered is None else min(length, common_length(chat.text, answered))
+
+
+def shared_length(chat: RenderedChat, head: tuple[ChatMessage, ...], following: Role) -> int:
     """How many characters of the rendered text depend only on the head of the conversation; 0 if unknown.
 
     If the text begins with the head alone, that is all of it. Some templates change a turn once another one follows;
     then a head with another next turn is compared.
     """
-    alone = prefixes.length_of(head) if head else None
-    if alone is not None:
-        return alone
-    followed = prefixes.render((*head, _probe(following)))
-    return 0 if followed is None else common_length(prefixes.rendered, followed)
+    alone = chat.render(head) if head else None
+    if alone is not None and chat.text.startswith(alone):
+        return len(alone)
+    followed = chat.render((*head, _probe(following)))
+    return 0 if followed is None else common_length(chat.text, followed)
 
 
 def _probe(role: Role) -> ChatMessage:
@@ -112,50 +123,10 @@ def _probe(role: Role) -> ChatMessage:
     return ChatMessage(role=role, content=(TextPart("?"),), tool_call_id=tool_call_id)
 
 
-@dataclass(frozen=True, slots=True)
-class TextDigest:
-    """A text's length and digest, to test whether another text begins with it."""
-
-    length: int
-    digest: bytes
-
-
-class PrefixDigests:
-    """Digests of a text's prefixes; requested in rising order, they take one pass over it."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._length = 0
-        self._hash = blake2b(digest_size=_DIGEST_BYTES)
-
-    def of(self, length: int) -> TextDigest:
-        if length < self._length:
-            self._length, self._hash = 0, blake2b(digest_size=_DIGEST_BYTES)
-        self._hash.update(_as_bytes(self._text[self._length : length]))
-        self._length = length
-        return TextDigest(length, self._hash.digest())
-
-    def include(self, known: TextDigest) -> bool:
-        """Whether the text begins with the text of this digest."""
-        return known.length <= len(self._text) and self.of(known.length) == known
-
-
-def digest_of(text: str, before: bytes = b"") -> bytes:
-    """The digest of a text that follows the one of digest `before`."""
-    return blake2b(before + _as_bytes(text), digest_size=_DIGEST_BYTES).digest()
-
-
-def _as_bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+def digest_of(value: Any) -> bytes:
+    """The digest of plain values of Python, which tells 1 from True and from 1.0."""
+    return blake2b(marshal.dumps(value, _MARSHAL_VERSION), digest_size=_DIGEST_BYTES).digest()
 
 
 def digest_of_variables(variables: Mapping[str, Any]) -> bytes:
-    return digest_of(repr(sorted(variables.items(), key=lambda item: item[0])))
-
-
-def chain(values: Iterable[object], before: bytes) -> list[bytes]:
-    """Digests of the first 0, 1, 2, … of some frozen values, after `before`."""
-    digests = [before]
-    for value in values:
-        digests.append(digest_of(repr(value), digests[-1]))
-    return digests
+    return digest_of(sorted(variables.items(), key=lambda item: item[0]))

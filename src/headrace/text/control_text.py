@@ -45,7 +45,8 @@ class ControlText:
     def wrap(self, value: Any, *, meant: frozenset[str] = frozenset()) -> Any:
         """Wrap spellings in a text, or in all texts of nested lists and mappings; `meant` ones stay bare."""
         if isinstance(value, str):
-            pattern = self._pattern(meant, has_marks=any(mark in value for mark in _MARKS))
+            has_marks = not value.isascii() and any(mark in value for mark in _MARKS)
+            pattern = self._pattern(meant, has_marks=has_marks)
             return pattern.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", value)
         if isinstance(value, Mapping):
             return {self.wrap(key, meant=meant): self.wrap(item, meant=meant) for key, item in value.items()}

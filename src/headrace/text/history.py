@@ -24,7 +24,7 @@ from typing import Any
 from headrace.common_prefix import common_length
 from headrace.families.family import ModelFamily
 from headrace.lru_cache import LruCache
-from headrace.text.boundaries import chain, digest_of, digest_of_variables
+from headrace.text.boundaries import digest_of, digest_of_variables
 from headrace.text.template_probe import QUESTION, TurnTraits, probe_turns
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tool_turns import content_text
@@ -59,19 +59,13 @@ class StableRenderer:
     """
 
     def __init__(
-        self,
-        renderer: RequestRenderer,
-        alone: RequestRenderer,
-        traits: TurnTraits,
-        cache: LruCache[bytes, TurnForms],
-        salt: bytes,
+        self, renderer: RequestRenderer, alone: RequestRenderer, traits: TurnTraits, cache: FormsCache, salt: bytes
     ) -> None:
         self._renderer = renderer
         self._alone = alone
         self._traits = traits
         self._cache = cache
         self._salt = salt
-        self._found: dict[Group, TurnForms] = {}
 
     def render(self, messages: tuple[ChatMessage, ...]) -> str:
         return self._fixed(self._renderer.render(messages), messages)
@@ -86,9 +80,7 @@ class StableRenderer:
     def _fixed(self, rendered: str, messages: tuple[ChatMessage, ...]) -> str:
         parts, end = [], 0
         for group in assistant_groups(messages):
-            forms = self._found.get(group)
-            if forms is None:
-                forms = self._found[group] = self._forms_of(group)
+            forms = self._forms_of(group)
             found = forms.find(rendered, end)
             if found is None:
                 break
@@ -97,13 +89,12 @@ class StableRenderer:
         return "".join([*parts, rendered[end:]])
 
     def _forms_of(self, group: Group) -> TurnForms:
-        key = chain(group, self._salt)[-1]
-        forms = self._cache.get(key)
+        forms = self._cache.get((self._salt, group))
         if forms is None:
             followed = self._alone.try_render((QUESTION, *group, QUESTION))
             pair = self._traits.cut(self._alone.try_render((QUESTION, *group)), followed)
             forms = _NOT_DELIMITED if pair is None else self._forms(group, *pair)
-            self._cache.put(key, forms, max(1, forms.num_chars))
+            self._cache.put((self._salt, group), forms, 1 + 2 * forms.num_chars)
         return forms
 
     def _forms(self, group: Group, last: str, earlier: str) -> TurnForms:
@@ -150,6 +141,9 @@ class TurnForms:
 
 _NOT_DELIMITED = TurnForms(("", ""), "", "")
 
+FormsCache = LruCache[tuple[bytes, Group], TurnForms]
+"""By a digest of the variables and the turn."""
+
 
 class TurnCache:
     """Caches how a template writes turns, across requests. Thread-safe."""
@@ -158,23 +152,27 @@ class TurnCache:
         self._source = source
         self._think_close = family.think_close
         self._traits: LruCache[bytes, TurnTraits] = LruCache(_MAX_VARIABLES)
-        self._turns: LruCache[bytes, TurnForms] = LruCache(_MAX_CHARS)
+        self._turns: FormsCache = LruCache(_MAX_CHARS)
 
-    def stable_renderer(self, variables: Mapping[str, Any]) -> StableRenderer | None:
-        """A renderer under a template's variables; None if the template writes turns in one form anyway."""
-        # Tools are written before the first question; the short conversations do without them.
-        short = {name: value for name, value in variables.items() if name != "tools"}
+    def stable_renderers(
+        self, variables: Mapping[str, Any], short: Mapping[str, Any]
+    ) -> tuple[StableRenderer, StableRenderer] | None:
+        """Renderers under a template's variables, and without the tools; None if turns are written in one form anyway.
+
+        Tools are written before the first question; short conversations do without them.
+        """
         # Some templates write the date: the rendering of one question shows whether anything has changed.
         shown = RequestRenderer(self._source, short).try_render((QUESTION,))
-        salt = digest_of(repr(shown), digest_of_variables(short))
+        salt = digest_of((shown, digest_of_variables(short)))
         alone = RequestRenderer(self._source, short, keeps_edges=True)
         traits = self._traits.find(
             salt, lambda: probe_turns(alone.try_render, lambda: alone.render((QUESTION,)), self._think_close)
         )
         if not traits.is_changed:
             return None
-        renderer = RequestRenderer(self._source, variables, keeps_edges=True)
-        return StableRenderer(renderer, alone, traits, self._turns, salt)
+        whole = RequestRenderer(self._source, variables, keeps_edges=True)
+        first, second = (StableRenderer(each, alone, traits, self._turns, salt) for each in (whole, alone))
+        return first, second
 
 
 def assistant_groups(messages: tuple[ChatMessage, ...]) -> list[Group]:
@@ -199,8 +197,10 @@ def with_thinking_apart(message: ChatMessage, family: ModelFamily) -> ChatMessag
     if message.role != "assistant" or message.reasoning or family.think_open is None or family.think_close is None:
         return message
     start_marker, text = family.think_open.rstrip(), content_text(message).lstrip()
+    if not text.startswith(start_marker):
+        return message
     inner, closed, answer = text.removeprefix(start_marker).partition(family.think_close)
-    if not text.startswith(start_marker) or not closed:
+    if not closed:
         return message
     answer = answer.removeprefix("\n").removeprefix("\n")
     content = (TextPart(answer),) if answer else ()

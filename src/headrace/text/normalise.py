@@ -17,6 +17,9 @@ SystemNotes = Literal["stable", "hoist"]
 # invalidate the cache of everything after it.
 _VOLATILE_LINES = ("x-anthropic-billing-header:",)
 
+# Names under which transformers gives thinking to every template.
+_USUAL_REASONING_KEYS = ("reasoning_content", "thinking")
+
 # How a system message is shown on the user's side if it can't be a system message.
 _NOTE = "<system-note>\n{text}\n</system-note>"
 
@@ -26,6 +29,8 @@ def normalise(
 ) -> tuple[ChatMessage, ...]:
     """The conversation as the template accepts it; a content is one text part, or parts if it has media, or empty.
 
+    Media lose their sources, which no template shows and which may have megabytes: what is rendered of a message is
+    cached under the message.
     Raises InvalidRequest for an empty conversation, UnsupportedField for media that are not a user's or a tool's.
     """
     joined = tuple(map(_with_normal_content, messages))
@@ -54,7 +59,7 @@ def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
 def template_message(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": message.role, "content": _template_content(message)}
     if message.reasoning is not None:
-        fields.update(dict.fromkeys(traits.reasoning_keys, message.reasoning))
+        fields.update(dict.fromkeys((*traits.reasoning_keys, *_USUAL_REASONING_KEYS), message.reasoning))
     if message.tool_calls:
         fields["tool_calls"] = [_template_call(call, traits) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -88,8 +93,10 @@ def _template_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _with_normal_content(message: ChatMessage) -> ChatMessage:
-    content = _normal_content(message)
-    return message if content == message.content else replace(message, content=content)
+    content = message.content
+    if not content or (len(content) == 1 and isinstance(content[0], TextPart) and content[0].text):
+        return message
+    return replace(message, content=_normal_content(message))
 
 
 def _normal_content(message: ChatMessage) -> tuple[ContentPart, ...]:
@@ -99,7 +106,8 @@ def _normal_content(message: ChatMessage) -> tuple[ContentPart, ...]:
     if message.role not in ("user", "tool"):
         param = media[0].param
         raise UnsupportedField(f"{param}: only messages of a user or a tool may hold media", param=param)
-    return tuple(part for part in message.content if isinstance(part, MediaPart) or part.text)
+    parts = [replace(part, source="") if isinstance(part, MediaPart) else part for part in message.content]
+    return tuple(part for part in parts if isinstance(part, MediaPart) or part.text)
 
 
 def _as_text_part(text: str) -> tuple[TextPart, ...]:

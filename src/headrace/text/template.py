@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,17 +15,20 @@ from headrace.families.family import ModelFamily
 from headrace.families.vision import PatchVision
 from headrace.lru_cache import LruCache
 from headrace.text.boundaries import (
-    RenderedPrefixes,
+    RenderedChat,
     TextBoundary,
-    TextDigest,
+    digest_of,
     digest_of_variables,
     find_boundaries,
+    last_messages,
+    num_agreed,
+    prompt_boundary,
     shared_length,
 )
 from headrace.text.control_text import CUT, ControlText, Run, find_control_tokens
 from headrace.text.encoder import EncodedIds
 from headrace.text.history import HistoryPolicy, Renderer, TurnCache, with_thinking_apart
-from headrace.text.normalise import SystemNotes, normalise, template_tool, with_system_line
+from headrace.text.normalise import SystemNotes, normalise, num_leading_system, template_tool, with_system_line
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
 from headrace.text.tool_turns import content_text, matched_results, tools_note
@@ -46,8 +50,10 @@ _RESERVED_OPTIONS = frozenset(
     }
 )
 
-# Rendered prefixes that are cached: 17 for each of some hundred conversations.
-_MAX_PREFIXES = 4096
+_MAX_TOOLS = 64
+"""Lists of tools that are cached as the template gets them."""
+_MAX_HEAD_CHARS = 16_000_000
+"""Of all cached beginnings of conversations."""
 
 # Begins differently from the boundary probes, so that none reaches into it.
 _NEXT_QUESTION = ChatMessage("user", (TextPart("Go on."),))
@@ -74,6 +80,15 @@ class PromptHead:
 
     token_ids: tuple[int, ...]
     boundaries: tuple[Boundary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Renderers:
+    """Of one conversation. tail: without its tools, for its last messages. variables: of `whole`."""
+
+    whole: Renderer
+    tail: Renderer
+    variables: Mapping[str, Any]
 
 
 class ChatTemplate:
@@ -108,7 +123,9 @@ class ChatTemplate:
             TemplateSource(source, tokenizer.template_variables, self._control_text, family) if source else None
         )
         self._turns = None if self._source is None else TurnCache(self._source, family)
-        self._prefixes: LruCache[bytes, TextDigest] = LruCache(_MAX_PREFIXES)
+        self._tools: LruCache[bytes, Any] = LruCache(_MAX_TOOLS)
+        self._heads: LruCache[tuple[object, ...], str] = LruCache(_MAX_HEAD_CHARS)
+        """Renderings up to the end of the system prompt, by a digest of the variables and the messages."""
 
     @property
     def exists(self) -> bool:
@@ -120,31 +137,25 @@ class ChatTemplate:
     ) -> RenderedPrompt:
         """The prompt of a request.
 
-        max_model_len: context in tokens, in which the prompt must leave room. finds_boundaries: up to 18 renderings for
-        a new conversation, 3 for its next turn, unnecessary without generation. Raises InvalidRequest if the model has
-        no template or the template refuses the conversation, UnsupportedField for media and for a thinking switch that
-        the model doesn't have, and ContextTooLong.
+        max_model_len: context in tokens, in which the prompt must leave room. finds_boundaries: unnecessary without
+        generation. Raises InvalidRequest if the model has no template or the template refuses the conversation,
+        UnsupportedField for media and for a thinking switch that the model doesn't have, and ContextTooLong.
         """
-        messages, renderer = self._begin(request)
+        messages, renderers = self._begin(request)
         if request.continue_final_message:
             _refuse_unfinished(request.messages[-1])
-            settled = messages[:-1]
-            rendered = _render_unfinished(renderer, messages)
-        else:
-            settled = messages
-            rendered = renderer.render(messages)
-        runs, ends = self._control_text.parts(rendered)
+        chat = _rendered(renderers.whole, messages, is_unfinished=request.continue_final_message)
+        runs, ends = self._control_text.parts(chat.text)
         encoded, text = self._encode(runs, max_model_len)
+        tail = _tail(chat, renderers)
         boundaries: tuple[Boundary, ...] = ()
         if finds_boundaries:  # only once it is known that the prompt fits
-            has_tools = any(not tool.is_deferred for tool in request.tools)
-            prefixes = self._prefixes_of(rendered, request, messages, renderer)
-            found = find_boundaries(messages, settled, prefixes, has_tools=has_tools)
-            boundaries = self._token_boundaries(ends, encoded, found)
+            found = find_boundaries(chat, tail) or prompt_boundary(chat)
+            boundaries = self._token_boundaries(ends, encoded, [*self._head_boundary(chat, renderers), *found])
         return RenderedPrompt(
             token_ids=tuple(encoded.tolist()),
             boundaries=boundaries,
-            thinking_open=self._is_thinking_open(rendered, renderer, settled),
+            thinking_open=self._is_thinking_open(chat, tail),
             text=text,
         )
 
@@ -160,17 +171,16 @@ class ChatTemplate:
         Raises what `render` does.
         """
         followed = replace(request, messages=(*request.messages, answer, _NEXT_QUESTION))
-        messages, renderer = self._begin(followed)
-        rendered = renderer.render(messages)
-        runs, ends = self._control_text.parts(rendered)
+        messages, renderers = self._begin(followed)
+        chat = _rendered(renderers.whole, messages)
+        runs, ends = self._control_text.parts(chat.text)
         encoded, _ = self._encode(runs, None)
-        prefixes = self._prefixes_of(rendered, request, messages, renderer)
-        length = shared_length(messages[:-1], "user", prefixes)
+        length = _answered_length(chat, _tail(chat, renderers))
         boundaries = self._token_boundaries(ends, encoded, [TextBoundary(length, BoundaryKind.MESSAGE)])
         num_tokens = boundaries[0].num_tokens if boundaries else 0
         return PromptHead(tuple(encoded[:num_tokens].tolist()), boundaries)
 
-    def _begin(self, request: ChatRequest) -> tuple[tuple[ChatMessage, ...], Renderer]:
+    def _begin(self, request: ChatRequest) -> tuple[tuple[ChatMessage, ...], _Renderers]:
         source = self._source
         if source is None:
             raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
@@ -182,17 +192,30 @@ class ChatTemplate:
             given = with_system_line(given, words[0] if thinking else words[1])
         messages = normalise(given, source.traits, self._system_notes)
         variables = self._variables(request)
+        short = {name: value for name, value in variables.items() if name != "tools"}
         if self._history is HistoryPolicy.STABLE and any(message.role == "assistant" for message in messages):
             assert self._turns is not None
-            if (stable := self._turns.stable_renderer(variables)) is not None:
-                return tuple(with_thinking_apart(message, self._family) for message in messages), stable
-        return messages, RequestRenderer(source, variables)
+            if (stable := self._turns.stable_renderers(variables, short)) is not None:
+                apart = tuple(with_thinking_apart(message, self._family) for message in messages)
+                return apart, _Renderers(*stable, variables)
+        whole = tail = RequestRenderer(source, variables)
+        if "tools" in variables:
+            tail = RequestRenderer(source, short)
+        return messages, _Renderers(whole, tail, variables)
 
-    def _prefixes_of(
-        self, rendered: str, request: ChatRequest, messages: tuple[ChatMessage, ...], renderer: Renderer
-    ) -> RenderedPrefixes:
-        salt = digest_of_variables(self._variables(request))
-        return RenderedPrefixes(rendered, messages, renderer.try_render, self._prefixes, salt)
+    def _head_boundary(self, chat: RenderedChat, renderers: _Renderers) -> list[TextBoundary]:
+        """After the system prompt and the tools."""
+        num_system = num_leading_system(chat.settled)
+        if not num_system and "tools" not in renderers.variables:
+            return []
+        head = chat.messages[:num_system]
+        following = chat.messages[num_system].role if num_system < len(chat.messages) else "user"
+        key = digest_of_variables(renderers.variables), head, following
+        text = self._heads.get(key)
+        if text is None or not chat.text.startswith(text):
+            text = chat.text[: shared_length(chat, head, following)]
+            self._heads.put(key, text, 1 + len(text))
+        return [TextBoundary(len(text), BoundaryKind.SYSTEM)] if text else []
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         for name in request.template_options:
@@ -200,7 +223,7 @@ class ChatTemplate:
                 raise InvalidRequest(f"{name} can't be set by a template option", param="chat_template_kwargs")
         variables: dict[str, Any] = dict(self._control_text.wrap(request.template_options))
         if shown := _shown_tools(request):
-            variables["tools"] = self._control_text.wrap(shown)
+            variables["tools"] = self._tools.find(digest_of(shown), lambda: self._control_text.wrap(shown))
         if request.reasoning_effort is not None:
             effort = _known_effort(request.reasoning_effort, self._family.efforts)
             variables["reasoning_effort"] = self._control_text.wrap(effort)
@@ -265,15 +288,51 @@ class ChatTemplate:
                 boundaries.append(Boundary(num_tokens[num_controls - 1], boundary.kind))
         return tuple(boundaries)
 
-    def _is_thinking_open(self, rendered: str, renderer: Renderer, settled: tuple[ChatMessage, ...]) -> bool:
+    def _is_thinking_open(self, chat: RenderedChat, tail: RenderedChat) -> bool:
         if self._family.think_open is None or self._family.think_close is None:
             return False
         start_marker = self._family.think_open.rstrip()
-        if rendered.rstrip().endswith(start_marker):
+        if chat.text.rstrip().endswith(start_marker):
             return True
-        history = renderer.try_render(settled) if settled else None
-        tail = rendered[common_length(rendered, history or "") :]
-        return tail.rfind(start_marker) > tail.rfind(self._family.think_close)
+        opening = _opening(tail)
+        if len(opening) > tail.num_agreed:
+            opening = _opening(chat)
+        return opening.rfind(start_marker) > opening.rfind(self._family.think_close)
+
+
+def _rendered(
+    renderer: Renderer, messages: tuple[ChatMessage, ...], *, is_unfinished: bool = False, whole: str | None = None
+) -> RenderedChat:
+    """whole: the conversation that ends in these messages; None if they are all."""
+    text = _render_unfinished(renderer, messages) if is_unfinished else renderer.render(messages)
+    agreed = len(text) if whole is None else num_agreed(text, whole)
+    return RenderedChat(text, messages, len(messages) - is_unfinished, renderer.try_render, agreed)
+
+
+def _tail(chat: RenderedChat, renderers: _Renderers) -> RenderedChat:
+    """The last messages of a conversation, or all of it if that is as little work."""
+    messages = last_messages(chat.messages, chat.num_settled)
+    if messages is chat.messages and renderers.tail is renderers.whole:
+        return chat
+    try:
+        is_unfinished = chat.num_settled < len(chat.messages)
+        return _rendered(renderers.tail, messages, is_unfinished=is_unfinished, whole=chat.text)
+    except InvalidRequest:
+        return replace(chat, num_agreed=0)
+
+
+def _answered_length(chat: RenderedChat, tail: RenderedChat) -> int:
+    """Characters up to the end of the last message but one, which a question follows."""
+    length = shared_length(tail, tail.messages[:-1], "user")
+    if len(tail.text) - length > tail.num_agreed:
+        return shared_length(chat, chat.messages[:-1], "user")
+    return length + len(chat.text) - len(tail.text)
+
+
+def _opening(chat: RenderedChat) -> str:
+    """What follows the finished messages: the generation prompt, or an unfinished answer."""
+    history = chat.render(chat.settled) if chat.settled else None
+    return chat.text[common_length(chat.text, history or "") :]
 
 
 def _known_effort(effort: str, efforts: tuple[str, ...]) -> str:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from headrace.cancellation import check_cancelled
 from headrace.errors import InvalidRequest, ModelError
 from headrace.families.family import ModelFamily
 from headrace.families.registry import REASONING_KEYS
 from headrace.isolation import errors_as
+from headrace.lru_cache import LruCache
 from headrace.text.control_text import EDGE, ControlText
 from headrace.text.normalise import template_message
+from headrace.text.template_environment import compiled
 from headrace.text.template_probe import probe_template
 from headrace.text.tool_turns import with_results_joined
 from headrace.text.written_numbers import as_written
-from headrace.types.chat import ChatMessage
+from headrace.types.chat import ChatMessage, TextPart
+
+_MAX_CHARS = 16_000_000
+"""Of all messages that are cached in the template's form."""
+_MESSAGE_CHARS = 1000
+"""Counted for each of them besides its text."""
 
 PROBE_S = 30.0
 """Time limit of a template for the shortest conversation: a thousand times the slowest known."""
@@ -39,14 +45,23 @@ class TemplateSource:
         self._variables = dict(variables)
         self._control_text = control_text
         self._think_markers = frozenset(marker for marker in (family.think_open, family.think_close) if marker)
+        self._prepared: LruCache[tuple[ChatMessage, bool], Mapping[str, Any]] = LruCache(_MAX_CHARS)
         self._refuse_broken()
         self.traits = probe_template(source, self._attempt, family)
 
-    def prepare(self, message: ChatMessage, *, keeps_edges: bool = False) -> dict[str, Any]:
-        """A message for the template, with typed control tokens wrapped.
+    def prepare(self, message: ChatMessage, *, keeps_edges: bool = False) -> Mapping[str, Any]:
+        """A message for the template, with typed control tokens wrapped; not to be changed.
 
         keeps_edges: protect white space around the assistant's thinking and text from trimming.
         """
+        key = message, keeps_edges
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepare(message, keeps_edges=keeps_edges)
+            self._prepared.put(key, prepared, _num_chars(message))
+        return prepared
+
+    def _prepare(self, message: ChatMessage, *, keeps_edges: bool) -> Mapping[str, Any]:
         fields = template_message(message, self.traits)
         wrapped: dict[str, Any] = self._control_text.wrap(fields)
         if message.role == "assistant":
@@ -56,17 +71,23 @@ class TemplateSource:
                 wrapped.update(_with_edges(wrapped))
         return wrapped
 
-    def run(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
+    def run(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
+    ) -> str:
         """The template's text. Raises InvalidRequest with the template's own message if it refuses."""
         check_cancelled()
         with errors_as(_refusal):
-            rendered: Any = render_jinja_template(
-                [messages],
-                chat_template=self._source,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._variables, **variables},
+            rendered = compiled(self._source).render(
+                {
+                    "tools": None,
+                    "documents": None,
+                    **self._variables,
+                    **variables,
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
-        return as_written(str(rendered[0][0]))
+        return as_written(rendered)
 
     def _refuse_broken(self) -> None:
         """Raise ModelError for a template that can't be parsed or does not terminate.
@@ -90,7 +111,7 @@ class TemplateSource:
             message = f"the model's chat template is broken in line {broken.lineno}: {broken.message}"
             raise ModelError(message) from broken
 
-    def _attempt(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str | None:
+    def _attempt(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str | None:
         try:
             return self.run(messages, variables, add_generation_prompt=False)
         except InvalidRequest:
@@ -106,7 +127,7 @@ def _refusal(error: BaseException) -> InvalidRequest:
 
 
 class RequestRenderer:
-    """Renders prefixes of one conversation, each message prepared and each prefix rendered only once.
+    """Renders prefixes of one conversation, each only once.
 
     keeps_edges: see TemplateSource.prepare.
     """
@@ -115,7 +136,6 @@ class RequestRenderer:
         self._source = source
         self._variables = variables
         self._keeps_edges = keeps_edges
-        self._prepared: dict[ChatMessage, dict[str, Any]] = {}
         self._rendered: dict[tuple[ChatMessage, ...], str | None] = {}
 
     def render(self, messages: tuple[ChatMessage, ...]) -> str:
@@ -135,15 +155,17 @@ class RequestRenderer:
         return self._rendered[messages]
 
     def _run(self, messages: tuple[ChatMessage, ...], *, add_generation_prompt: bool) -> str:
-        prepared = [self._prepare(message) for message in messages]
+        prepared: Sequence[Mapping[str, Any]]
+        prepared = [self._source.prepare(message, keeps_edges=self._keeps_edges) for message in messages]
         if self._source.traits.joins_results:
             prepared = with_results_joined(prepared)
         return self._source.run(prepared, self._variables, add_generation_prompt=add_generation_prompt)
 
-    def _prepare(self, message: ChatMessage) -> dict[str, Any]:
-        if message not in self._prepared:
-            self._prepared[message] = self._source.prepare(message, keeps_edges=self._keeps_edges)
-        return self._prepared[message]
+
+def _num_chars(message: ChatMessage) -> int:
+    texts = [part.text for part in message.content if isinstance(part, TextPart)]
+    texts += [message.reasoning or "", *(call.arguments for call in message.tool_calls)]
+    return sum(map(len, texts)) + _MESSAGE_CHARS
 
 
 def _with_edges(fields: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import string
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,9 +49,9 @@ def matched_results(messages: Sequence[ChatMessage], traits: TemplateTraits) -> 
     return paired if traits.shows_ids and traits.takes_several_calls else in_call_order(paired)
 
 
-def with_results_joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_results_joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Messages of a template's form, with text results moved into the turn of their calls."""
-    joined: list[dict[str, Any]] = []
+    joined: list[Mapping[str, Any]] = []
     for message in messages:
         turn = joined[-1] if joined else {}
         if message["role"] == "tool" and "tool_calls" in turn and isinstance(message["content"], str):
@@ -205,7 +205,8 @@ def paired_results(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
         if start >= 0:
             turn = _with_unique_ids(messages[start].tool_calls, num_calls)
             num_calls += len(turn)
-            paired[start] = replace(messages[start], tool_calls=tuple(each.call for each in turn))
+            if any(each.call is not call for each, call in zip(turn, messages[start].tool_calls, strict=True)):
+                paired[start] = replace(messages[start], tool_calls=tuple(each.call for each in turn))
         for each in reversed(turn):
             open_calls.setdefault(each.sent_id, deque()).appendleft(each)
         left = deque(turn)
