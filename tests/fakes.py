@@ -94,7 +94,10 @@ class ByteDetokenizer:
         self.push(token_ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return self._decoder.decode(bytes(token_id for token_id in token_ids if token_id < END))
+        return "".join([self.push_token(token_id) for token_id in token_ids])
+
+    def push_token(self, token_id: int) -> str:
+        return self._decoder.decode(bytes([token_id])) if token_id < END else ""
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)

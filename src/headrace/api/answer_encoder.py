@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class AnswerHeading:
 class AnswerEncoder(Protocol):
     """Encodes one answer; may keep state, so it belongs to one request."""
 
-    def pieces(self, event: Event) -> Iterator[bytes]: ...
+    def pieces(self, event: Event) -> Sequence[bytes]: ...
 
     def ping(self) -> bytes:
         """A keep-alive that is data, because a comment resets only some clients' timers."""
@@ -91,7 +91,7 @@ def shown_logprob(logprob: float) -> float:
 def server_sent(data: dict[str, Any], event: str | None = None) -> bytes:
     """One event of a stream. event: its name, for dialects that name events."""
     text = to_json(data)
-    for character, escape in _SOFT_LINE_ENDS:
-        text = text.replace(character, escape)
-    name = b"" if event is None else b"event: " + event.encode() + b"\n"
-    return name + b"data: " + text + b"\n\n"
+    if not text.isascii():
+        for character, escape in _SOFT_LINE_ENDS:
+            text = text.replace(character, escape)
+    return b"data: %b\n\n" % text if event is None else b"event: %b\ndata: %b\n\n" % (event.encode(), text)

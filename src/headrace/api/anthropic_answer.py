@@ -45,9 +45,8 @@ class MessagesAnswer:
         self._open: str | None = None
         self._thought = hashlib.sha256()
 
-    def pieces(self, event: Event) -> Iterator[bytes]:
-        for data in self._written(event):
-            yield server_sent(data, data["type"])
+    def pieces(self, event: Event) -> list[bytes]:
+        return [server_sent(data, data["type"]) for data in self._written(event)]
 
     def ping(self) -> bytes:
         return server_sent({"type": "ping"}, "ping")
@@ -70,21 +69,21 @@ class MessagesAnswer:
 
     def _written(self, event: Event) -> Iterator[dict[str, Any]]:
         match event:
-            case Started(num_prompt_tokens, route):
-                yield {"type": "message_start", "message": self._message(Usage(num_prompt_tokens, 0, route=route))}
-            case Reasoning(text):
-                yield from self._in_block({"type": "thinking", "thinking": "", "signature": ""})
-                self._thought.update(text.encode())
-                yield self._delta({"type": "thinking_delta", "thinking": text})
-            case Text(text):
-                yield from self._in_block({"type": "text", "text": ""})
-                yield self._delta({"type": "text_delta", "text": text})
-            case ToolCallStart(_, id, name):
-                yield from self._close()
-                use = {"type": "tool_use", "id": _tool_use_id(id), "name": name, "input": {}}
-                yield from self._in_block(use)
+            case Text():
+                if self._open != "text":
+                    yield from self._begin({"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": event.text})
+            case Reasoning():
+                if self._open != "thinking":
+                    yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+                self._thought.update(event.text.encode())
+                yield self._delta({"type": "thinking_delta", "thinking": event.text})
             case ToolArguments(_, text):
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
+            case ToolCallStart(_, id, name):
+                yield from self._begin({"type": "tool_use", "id": _tool_use_id(id), "name": name, "input": {}})
+            case Started(num_prompt_tokens, route):
+                yield {"type": "message_start", "message": self._message(Usage(num_prompt_tokens, 0, route=route))}
             case Finished():
                 yield from self._close()
                 yield {"type": "message_delta", "delta": _end(event), "usage": _usage(event.usage)}
@@ -104,12 +103,10 @@ class MessagesAnswer:
             "usage": _usage(usage),
         }
 
-    def _in_block(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Open a block unless one of its type is open."""
-        if self._open != block["type"]:
-            yield from self._close()
-            self._open = block["type"]
-            yield {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+    def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self._close()
+        self._open = block["type"]
+        yield {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
 
     def _close(self) -> Iterator[dict[str, Any]]:
         if self._open is None:

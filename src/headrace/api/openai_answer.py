@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from headrace.api.answer_encoder import AnswerHeading, approximations, logprob_entries, server_sent, shown_logprob
@@ -59,6 +59,7 @@ class ChunkedAnswer(ABC):
         timings_in_chunks: bool = False,
     ) -> None:
         self._heading = heading
+        self._chunk_heading = heading.of(self.chunk_kind)
         self._open = list(range(num_choices))
         self._num_choices = num_choices
         self._includes_logprobs = includes_logprobs
@@ -67,9 +68,10 @@ class ChunkedAnswer(ABC):
         self._timings_in_chunks = timings_in_chunks
         self._usage: Usage | None = None
 
-    def pieces(self, event: Event) -> Iterator[bytes]:
-        for chunk in self.chunks(event):
-            yield self._sent(chunk, is_last=isinstance(event, Finished) and not self._open)
+    def pieces(self, event: Event) -> list[bytes]:
+        chunks = self.chunks(event)
+        is_last = isinstance(event, Finished) and not self._open
+        return [self._sent(chunk, is_last=is_last) for chunk in chunks]
 
     def ping(self) -> bytes:
         return self._sent(self.empty_chunk())
@@ -103,31 +105,26 @@ class ChunkedAnswer(ABC):
                 answer["prompt_logprobs"] = chunk["prompt_logprobs"]
         return answer
 
-    def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
+    def chunks(self, event: Event) -> list[dict[str, Any]]:
         """Chunks for one event. Raises TypeError for one without a form."""
         match event:
+            case Text() | Reasoning():
+                pass
             case Started(num_prompt_tokens, route):
                 self._usage = Usage(num_prompt_tokens, 0, route=route)
             case Progress(usage):
                 self._usage = usage
-                return
-            case PrefillProgress():
-                progress = {"prompt_progress": progress_body(event)}
-                yield {**self._heading.of(self.chunk_kind), **self._piece(event.choice), **progress}
-                return
             case Finished():
                 self._usage = event.usage
                 self._open.remove(event.choice)
-        for choices in self._written(event):
-            yield {**self._heading.of(self.chunk_kind), **choices}
+        return [self._chunk_heading | part for part in self._written(event)]
 
     def empty_chunk(self) -> dict[str, Any]:
         index = self._open[0] if self._open else 0
-        return {**self._heading.of(self.chunk_kind), **self._piece(index)}
+        return self._chunk_heading | self._piece(index)
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        body = {"choices": [], "usage": usage_body(usage), "timings": timings_body(usage)}
-        return {**self._heading.of(self.chunk_kind), **body}
+        return self._chunk_heading | {"choices": [], "usage": usage_body(usage), "timings": timings_body(usage)}
 
     def _sent(self, chunk: dict[str, Any], *, is_last: bool = False) -> bytes:
         """is_last: no choice follows."""
@@ -140,7 +137,7 @@ class ChunkedAnswer(ABC):
         return server_sent(chunk)
 
     @abstractmethod
-    def _written(self, event: Event) -> Iterator[dict[str, Any]]:
+    def _written(self, event: Event) -> Sequence[dict[str, Any]]:
         """Chunks for one event, without the heading."""
 
     @abstractmethod
@@ -169,28 +166,31 @@ class ChatAnswer(ChunkedAnswer):
         super().__init__(heading, num_choices, **options)
         self._reasoning_field = reasoning_field
 
-    def _written(self, event: Event) -> Iterator[dict[str, Any]]:
+    def _written(self, event: Event) -> Sequence[dict[str, Any]]:
         match event:
-            case Started():
-                for choice in range(self._num_choices):
-                    yield self._piece(choice, {"role": "assistant", "content": ""})
-            case PromptScores(_, scores):
-                yield {"choices": [], "prompt_logprobs": prompt_logprobs_body(scores)}
-            case Text(text, choice, scores):
-                yield self._piece(choice, {"content": text}, scores)
-            case Reasoning(text, choice, scores):
-                yield self._piece(choice, {self._reasoning_field: text}, scores)
-            case HiddenScores(scores, choice):
-                yield self._piece(choice, {}, scores)
+            case Text():
+                return (self._piece(event.choice, {"content": event.text}, event.scores),)
+            case Reasoning():
+                return (self._piece(event.choice, {self._reasoning_field: event.text}, event.scores),)
+            case ToolArguments(index, text, choice):
+                return (self._piece(choice, {"tool_calls": [{"index": index, "function": {"arguments": text}}]}),)
             case ToolCallStart(index, id, name, choice):
                 call = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
-                yield self._piece(choice, {"tool_calls": [call]})
-            case ToolArguments(index, text, choice):
-                yield self._piece(choice, {"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+                return (self._piece(choice, {"tool_calls": [call]}),)
+            case HiddenScores(scores, choice):
+                return (self._piece(choice, {}, scores),)
+            case Started():
+                start = {"role": "assistant", "content": ""}
+                return [self._piece(choice, start) for choice in range(self._num_choices)]
+            case PrefillProgress(choice):
+                return ({**self._piece(choice), "prompt_progress": progress_body(event)},)
+            case PromptScores(_, scores):
+                return ({"choices": [], "prompt_logprobs": prompt_logprobs_body(scores)},)
+            case Progress():
+                return ()
             case Finished(reason, _, choice, scores):
-                yield self._piece(choice, {}, scores, reason.value)
-            case _:
-                raise TypeError(f"a chat's answer can't hold {type(event).__name__}")
+                return (self._piece(choice, {}, scores, reason.value),)
+        raise TypeError(f"a chat's answer can't hold {type(event).__name__}")
 
     def _piece(
         self,
@@ -247,23 +247,23 @@ class CompletionAnswer(ChunkedAnswer):
         self._choices_per_prompt = choices_per_prompt
         self._offsets = [_Offsets() for _ in range(num_choices)]
 
-    def _written(self, event: Event) -> Iterator[dict[str, Any]]:
+    def _written(self, event: Event) -> Sequence[dict[str, Any]]:
         match event:
-            case Started():
-                pass
+            case Text():
+                return (self._piece(event.choice, event.text, event.scores),)
+            case HiddenScores(scores, choice):
+                return (self._piece(choice, "", scores),)
+            case Started() | Progress():
+                return ()
+            case PrefillProgress(choice):
+                return ({**self._piece(choice), "prompt_progress": progress_body(event)},)
             case PromptScores(first, scores):
                 body = prompt_logprobs_body(scores)
-                for choice in range(first, first + self._choices_per_prompt):
-                    (piece,) = self._piece(choice)["choices"]
-                    yield {"choices": [{**piece, "prompt_logprobs": body}]}
-            case Text(text, choice, scores):
-                yield self._piece(choice, text, scores)
-            case HiddenScores(scores, choice):
-                yield self._piece(choice, "", scores)
+                choices = [self._piece(first + index)["choices"][0] for index in range(self._choices_per_prompt)]
+                return [{"choices": [{**choice, "prompt_logprobs": body}]} for choice in choices]
             case Finished(reason, _, choice, scores):
-                yield self._piece(choice, "", scores, reason.value)
-            case _:
-                raise TypeError(f"a completion's answer can't hold {type(event).__name__}")
+                return (self._piece(choice, "", scores, reason.value),)
+        raise TypeError(f"a completion's answer can't hold {type(event).__name__}")
 
     def _piece(
         self, index: int, text: str = "", scores: Sequence[TokenScore] = (), finish_reason: str | None = None

@@ -71,9 +71,8 @@ class ResponsesAnswer:
     def is_open(self) -> bool:
         return self._status == "in_progress"
 
-    def pieces(self, event: Event) -> Iterator[bytes]:
-        for body in self._event_bodies(event):
-            yield server_sent(body, body["type"])
+    def pieces(self, event: Event) -> list[bytes]:
+        return [server_sent(body, body["type"]) for body in self._event_bodies(event)]
 
     def ping(self) -> bytes:
         """See AnswerEncoder. An in_progress event resets all clients' timers."""
@@ -140,25 +139,25 @@ class ResponsesAnswer:
 
     def _event_bodies(self, event: Event) -> Iterator[dict[str, Any]]:
         match event:
-            case Started():
-                yield self._event("response.created", response=self.response())
-                yield self._event("response.in_progress", response=self.response())
-            case Text(text, _, scores):
+            case Text():
                 if not isinstance(self._open, MessageOutput):
                     yield from self._begin(MessageOutput(includes_logprobs=self._call.includes_logprobs))
-                yield from self._add(text, scores)
-            case Reasoning(text):
+                yield from self._add(event.text, event.scores)
+            case Reasoning():
                 if not isinstance(self._open, ReasoningOutput):
                     call = self._call
                     item = ReasoningOutput(is_sealed=call.includes_encrypted, has_summary=call.includes_summary)
                     yield from self._begin(item)
-                yield from self._add(text)
-            case HiddenScores():
-                pass  # the API reports scores for text only
-            case ToolCallStart(_, call_id, name):
-                yield from self._begin(self._called(call_id, name))
+                yield from self._add(event.text)
             case ToolArguments(_, text):
                 yield from self._add(text)
+            case ToolCallStart(_, call_id, name):
+                yield from self._begin(self._called(call_id, name))
+            case HiddenScores():
+                pass  # the API reports scores for text only
+            case Started():
+                yield self._event("response.created", response=self.response())
+                yield self._event("response.in_progress", response=self.response())
             case Finished(reason, usage, _, scores):
                 yield from self._finish(reason, usage, scores)
             case _:

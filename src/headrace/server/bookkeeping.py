@@ -189,12 +189,12 @@ class _AnswerRecord:
 
     def take(self, event: Event, now: float) -> None:
         match event:
-            case Started(num_prompt_tokens, route, usage_so_far):
-                self._usage = Usage(num_prompt_tokens, 0, route=route)
-                self._usage_so_far = usage_so_far
             case Text() | Reasoning() | ToolCallStart() | ToolArguments():
                 self._first = now if self._first is None else self._first
                 self._last = now
+            case Started(num_prompt_tokens, route, usage_so_far):
+                self._usage = Usage(num_prompt_tokens, 0, route=route)
+                self._usage_so_far = usage_so_far
             case Finished(reason, usage):
                 self._usage = usage
                 self._last = now

@@ -58,6 +58,20 @@ class WaitingConnections(ServerState):
             longest.transport.close()
 
 
+class FramingConnection(h11.Connection):
+    """Frames the pieces of a chunked answer itself: with many streams h11's checks of each were a tenth of the work."""
+
+    _is_chunked = False
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        if self._is_chunked and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
+            return [b"%x\r\n" % len(event.data), event.data, b"\r\n"] if event.data else []
+        sent = super().send_with_data_passthrough(event)
+        if type(event) is h11.Response:
+            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in b"".join(sent or ()).lower()
+        return sent
+
+
 class Protocol(H11Protocol):
     """One connection."""
 
@@ -71,6 +85,7 @@ class Protocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = FramingConnection(h11.SERVER)
         self.address = ""
         self._is_ending = False
         self._is_in_body = False

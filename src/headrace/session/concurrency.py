@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from headrace.cancellation import run_in_pool, run_in_thread
 from headrace.engine.engine import Engine, OutputStream
@@ -17,19 +17,26 @@ from headrace.text.encoder import LONG_TEXT
 from headrace.types.request import GenerationRequest
 
 Item = TypeVar("Item")
+Yielded = TypeVar("Yielded", covariant=True)
 
 
-async def interleaved(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """The items of all streams as they come, those of each in order. Closes the streams at the end.
+class ItemStream(AsyncIterable[Yielded], Protocol):
+    def __anext__(self) -> Awaitable[Yielded]: ...
+
+    def aclose(self) -> Awaitable[object]: ...
+
+
+def interleaved(streams: Sequence[ItemStream[Item]]) -> ItemStream[Item]:
+    """The items of all streams as they come, those of each in order. Closing it closes them.
 
     The first error of a stream ends everything.
     """
-    pending: dict[asyncio.Task[Item], AsyncGenerator[Item, None]] = {}
+    return streams[0] if len(streams) == 1 else _interleaved(streams)
+
+
+async def _interleaved(streams: Sequence[ItemStream[Item]]) -> AsyncGenerator[Item, None]:
+    pending: dict[asyncio.Task[Item], ItemStream[Item]] = {}
     try:
-        if len(streams) == 1:  # the usual case: no task per item
-            async for item in streams[0]:
-                yield item
-            return
         pending = {_next(stream): stream for stream in streams}
         while pending:
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -39,8 +46,8 @@ async def interleaved(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGen
                     item = task.result()
                 except StopAsyncIteration:
                     continue
+                yield item  # may end the stream
                 pending[_next(stream)] = stream
-                yield item
     finally:
         for task in pending:
             task.cancel()
@@ -49,7 +56,7 @@ async def interleaved(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGen
             await stream.aclose()
 
 
-def _next(stream: AsyncGenerator[Item, None]) -> asyncio.Task[Item]:
+def _next(stream: ItemStream[Item]) -> asyncio.Task[Item]:
     async def step() -> Item:
         return await anext(stream)
 

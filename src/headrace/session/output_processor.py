@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from headrace.session.scores import ScoreQueue, Scorer, TextScores
@@ -79,7 +79,8 @@ class ChoiceOutputProcessor:
         return self._parser.num_calls
 
     def take_call_faults(self) -> tuple[CallFault, ...]:
-        new = self._parser.faults[self._num_faults_taken :]
+        """Those since the last call."""
+        new = tuple(self._parser.faults[self._num_faults_taken :])
         self._num_faults_taken += len(new)
         return new
 
@@ -89,7 +90,7 @@ class ChoiceOutputProcessor:
             self.token_ids.append(token_id)
             self.num_tokens += 1
             self._num_undecided += 1
-            text = self._detokenizer.push((token_id,))
+            text = self._detokenizer.push_token(token_id)
             if self._scorer is not None:
                 self._scores.push(self._scorer.score(output.logprobs[index]), text)
             self._parse(text)
@@ -104,7 +105,7 @@ class ChoiceOutputProcessor:
         text = self._detokenizer.finish()
         self._scores.push(None, text)
         self._parse(text)
-        self._add(self._parser.finish(cut=reason is FinishReason.LENGTH))
+        self._add_all(self._parser.finish(cut=reason is FinishReason.LENGTH))
         if output.stop_token_id is not None:
             self.num_tokens += 1
             if self._scorer is not None:
@@ -129,27 +130,27 @@ class ChoiceOutputProcessor:
 
     def _parse(self, text: str) -> None:
         if text:
-            self._add(self._parser.push(text))
+            self._add_all(self._parser.push(text))
 
-    def _add(self, events: Sequence[ParsedEvent]) -> None:
-        scores = iter(self._scores_of([event.text for event in events if isinstance(event, Text | Reasoning)]))
+    def _add_all(self, events: Sequence[ParsedEvent]) -> None:
+        scores: Iterator[TextScores] | None = None
+        if self._scorer is not None and events:
+            texts = [event.text for event in events if isinstance(event, (Text, Reasoning))]
+            scores = iter(self._scores.take(texts, self._parser.num_held))
         for event in events:
             if isinstance(event, Reasoning):
                 self.num_reasoning_tokens += self._num_undecided
             self._num_undecided = 0
-            if isinstance(event, Text | Reasoning):
+            if isinstance(event, (Text, Reasoning)):
                 self._parsed[type(event)].append(event.text)
-                due = next(scores)
-                if due.hidden:
-                    self._emit(HiddenScores(due.hidden))
-                if due.own:
-                    event = replace(event, scores=due.own)
+                if scores is not None:
+                    event = self._scored(event, next(scores))
             self._emit(event)
 
-    def _scores_of(self, texts: Sequence[str]) -> list[TextScores]:
-        if self._scorer is None or not texts:
-            return [TextScores()] * len(texts)
-        return self._scores.take(texts, self._parser.num_held)
+    def _scored(self, event: Text | Reasoning, scores: TextScores) -> Text | Reasoning:
+        if scores.hidden:
+            self._emit(HiddenScores(scores.hidden))
+        return replace(event, scores=scores.own) if scores.own else event
 
     def _emit(self, event: ChoiceEvent) -> None:
         """Join an event to the previous one if possible: each event becomes a message on the wire."""

@@ -278,17 +278,20 @@ class Session:
             if request.options.forecast_beyond is not None:
                 yield await self._forecast(prompts, request.options.forecast_beyond)
             outputs = await submit_together(self._engine, [prompt.request for prompt in prompts], open_streams)
-            streams = [self._events(prompt, each) for prompt, each in zip(prompts, outputs, strict=True)]
+            answering = {pair[0].request.request_id: pair for pair in zip(prompts, outputs, strict=True)}
             usage = usage_of(prompts)
             yield Started(usage.num_prompt_tokens, usage.route, partial(usage_of, prompts))
-            async with aclosing(interleaved(streams)) as events:
-                async for event in events:
-                    # Prompts run concurrently: their usage is counted up to the event being sent.
-                    if isinstance(event, Finished):
-                        event = replace(event, usage=usage_of(prompts))
-                    elif request.options.counts_progress:
-                        yield Progress(usage_of(prompts))
-                    yield event
+            async with aclosing(interleaved(outputs)) as arriving:
+                async for output in arriving:
+                    for event in self._events(output, *answering[output.request_id]):
+                        # Prompts run concurrently: their usage is counted up to the event being sent.
+                        if isinstance(event, Finished):
+                            event = replace(event, usage=usage_of(prompts))
+                        elif request.options.counts_progress:
+                            yield Progress(usage_of(prompts))
+                        yield event
+            if not all(prompt.is_over for prompt in prompts):
+                raise GenerationFailed("the engine ended the answer without a finish reason")
             on_answered(prompts)
 
     async def _forecast(self, prompts: Sequence[PromptOutputProcessor], beyond: int) -> Forecast:
@@ -320,25 +323,20 @@ class Session:
         answer = ChatMessage("assistant", (TextPart(choice.text),), reasoning)
         self._idle.add(FinishedTurn(request, answer, prompt.request, tuple(choice.token_ids)))
 
-    async def _events(self, prompt: PromptOutputProcessor, outputs: OutputStream) -> AsyncGenerator[Event, None]:
-        async for output in outputs:
-            if output.reuse is not None:
-                log.info("%s: %s", output.request_id, output.reuse)
-            events = prompt.push(output)
-            self._log_call_faults(output, prompt)
-            if prompt.is_over and not prompt.is_over_in_engine:
-                reason = next(choice.reason for choice in prompt.choices if choice.reason is not None)
-                outputs.finish(reason)
-            for event in events:
-                yield event
-            if prompt.is_over:
-                return
-        raise GenerationFailed("the engine ended the answer without a finish reason")
+    def _events(self, output: TokenOutput, prompt: PromptOutputProcessor, stream: OutputStream) -> list[Event]:
+        """The events of an output. stream: where it comes from, which ends with the prompt's answers."""
+        if output.reuse is not None:
+            log.info("%s: %s", output.request_id, output.reuse)
+        events = prompt.push(output)
+        self._log_call_faults(output, prompt)
+        if prompt.is_over and not prompt.is_over_in_engine:
+            reason = next(choice.reason for choice in prompt.choices if choice.reason is not None)
+            stream.finish(reason)
+        return events
 
     def _log_call_faults(self, output: TokenOutput, prompt: PromptOutputProcessor) -> None:
         """Count and log faults of calls, without the model's text."""
-        choice = next(each for each in prompt.choices if each.choice == output.choice + prompt.choices[0].choice)
-        for fault in choice.take_call_faults():
+        for fault in prompt.choices[output.choice].take_call_faults():
             self._num_malformed_calls += fault.is_broken
             self._num_call_violations += fault.breaks_schema
             kind = "a malformed call was returned as text" if fault.is_broken else "a call violates its tool's schema"

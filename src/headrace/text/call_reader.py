@@ -48,7 +48,7 @@ class CallReader:
             self._pass_on(sink)
             if sink.is_text is not False:
                 self._emit_until(reader.pos)
-        self.faults += sink.faults
+        self.faults += [each for each in dict.fromkeys(sink.faults) if each not in self.faults]
         reader.settled = None
         reader.set_limit(None)
 

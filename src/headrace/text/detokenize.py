@@ -68,7 +68,8 @@ def _decoder_factory(backend: Backend) -> Callable[[], PieceDecoder]:
     steps = parts_of(backend.decoder, "decoders")
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return ByteLevelDecoder
+        texts: dict[str, str | None] = {}
+        return lambda: ByteLevelDecoder(texts)
     if kinds == ["Metaspace"] and steps[0]["replacement"] == _SPACE_MARK:
         drops_first = steps[0].get("prepend_scheme", "always") != "never"
         return lambda: MetaspaceDecoder(drops_first_mark=drops_first)
@@ -104,10 +105,15 @@ BYTE_OF = _byte_table()
 
 
 class ByteLevelDecoder:
-    """Pieces spell bytes, one character each; all tokens' bytes together are UTF-8."""
+    """Pieces spell bytes, one character each; all tokens' bytes together are UTF-8.
 
-    def __init__(self) -> None:
+    texts: a cache that streams share: the text of pieces; None for a piece with a part of a character.
+    """
+
+    def __init__(self, texts: dict[str, str | None]) -> None:
+        self._texts = texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds_bytes = False
 
     def bytes_of(self, token_id: int, piece: str) -> bytes:
         try:
@@ -117,7 +123,16 @@ class ByteLevelDecoder:
 
     def push(self, token_id: int, piece: str) -> str:
         """Take a token; at most three bytes of an unfinished character are held."""
-        return self._utf8.decode(self.bytes_of(token_id, piece))
+        if piece not in self._texts:
+            try:
+                self._texts[piece] = self.bytes_of(token_id, piece).decode()
+            except UnicodeDecodeError:
+                self._texts[piece] = None
+        text = self._texts[piece]
+        if text is None or self._holds_bytes:
+            text = self._utf8.decode(self.bytes_of(token_id, piece))
+            self._holds_bytes = bool(self._utf8.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """Half a character at the end becomes a replacement character."""
@@ -301,19 +316,18 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text of these ids. Ids beyond the vocabulary (a padded head can draw them) add nothing."""
-        texts = []
-        for token_id in token_ids:
-            if token_id in self._skipped_ids:
-                continue
-            piece = self._pieces.piece(token_id)
-            if piece is not None:
-                texts.append(self._decoder.push(token_id, piece))
-        return self._without_prompt("".join(texts))
+        return "".join([self.push_token(token_id) for token_id in token_ids])
+
+    def push_token(self, token_id: int) -> str:
+        piece = None if token_id in self._skipped_ids else self._pieces.piece(token_id)
+        return "" if piece is None else self._without_prompt(self._decoder.push(token_id, piece))
 
     def finish(self) -> str:
         return self._without_prompt(self._decoder.finish())
 
     def _without_prompt(self, text: str) -> str:
+        if not self._num_to_drop:
+            return text
         dropped = min(self._num_to_drop, len(text))
         self._num_to_drop -= dropped
         return text[dropped:]

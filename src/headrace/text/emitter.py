@@ -64,21 +64,18 @@ class Emitter:
     """Collects the events of one answer.
 
     Stop strings end the answer's text before their first character. takes_calls: white space next to a call belongs to
-    it, so trailing white space is held back.
+    it, so trailing white space is held back. stopped: a stop string was found.
     """
 
     def __init__(self, stop_strings: tuple[str, ...], ids: CallIds, *, takes_calls: bool) -> None:
         self.num_calls = 0
+        self.stopped = False
         self._cutter = StopCutter(stop_strings)
         self._ids = ids
         self._takes_calls = takes_calls
         self._space = ""
         self._follows_call = False
         self._events: list[ParsedEvent] = []
-
-    @property
-    def stopped(self) -> bool:
-        return self._cutter.stopped
 
     @property
     def stop_string(self) -> str | None:
@@ -91,6 +88,7 @@ class Emitter:
 
     def text(self, text: str) -> None:
         self._add_text(self._cutter.push(text))
+        self.stopped = self._cutter.found is not None
         if self.stopped:
             self._release_space()
 
@@ -136,13 +134,15 @@ class Emitter:
         if visible:
             self._release_space()
             self._emit(visible)
-        self._space += text[len(visible) :]
-        self._emit(self._space[:-_MAX_SPACE])
-        self._space = self._space[-_MAX_SPACE:]
+        if len(visible) < len(text):
+            space = self._space + text[len(visible) :]
+            self._emit(space[:-_MAX_SPACE])
+            self._space = space[-_MAX_SPACE:]
 
     def _release_space(self) -> None:
-        space, self._space = self._space, ""
-        self._emit(space)
+        if self._space:
+            self._emit(self._space)
+            self._space = ""
 
     def _emit(self, text: str) -> None:
         if text:

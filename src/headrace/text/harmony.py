@@ -94,6 +94,10 @@ class HarmonyOutput:
     def _body(self) -> Reading[None]:
         reader = self._reader
         while not self._emitter.stopped and not (yield from reader.is_done()):
+            reader.trim()
+            if "<" not in reader.text:
+                self._emit_until(len(reader.text))
+                continue
             at, end = first_of(reader.text, _ENDS, reader.pos)
             if end is None:
                 held = 0 if reader.ended else max(overlap(reader.text[reader.pos :], end) for end in _ENDS)

@@ -18,6 +18,7 @@ text, to the byte; the beginning of a long one has been sent already.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
@@ -56,8 +57,10 @@ class PlainOutput:
         self._lines = LineTracker()
         self._last_thought = ""
         markers = (*self._blocks, *self._stray_end_marker, *self._call_starts, *self._bare_starts)
-        beginnings = {marker[0] for marker in (*markers, *self._frames, *self._frames.values())}
-        self._beginning = re.compile("|".join(map(re.escape, sorted(beginnings))) or "(?!)")
+        self._beginning = _first_character((*markers, *self._frames, *self._frames.values()))
+        end_markers = [each for block in self._blocks.values() for each in block]
+        # The newline before a marker belongs to it.
+        self._beginning_in_thinking = _first_character(("\n", *self._end_markers, *end_markers, *self._call_starts))
 
     def read(self) -> Reading[None]:
         if self._calls is not None:
@@ -65,9 +68,31 @@ class PlainOutput:
         if self._end_markers and self._repeated_starts:
             # The prompt has opened the block, and some models open it again.
             yield from self._reader.take_any(self._repeated_starts)
-        while not self._emitter.stopped and not (yield from self._reader.is_done()):
-            self._reader.trim()
-            yield from (self._read_thinking() if self._end_markers else self._read_answer())
+        reader = self._reader
+        while not self._emitter.stopped:
+            if reader.pos == len(reader.text):
+                if reader.ended:
+                    return
+                yield
+                continue
+            reader.trim()
+            if num_plain := self._num_plain():
+                (self._emit_thinking if self._end_markers else self._consume)(num_plain)
+            else:
+                yield from (self._read_thinking() if self._end_markers else self._read_answer())
+
+    def _num_plain(self) -> int:
+        """How many characters precede the first one that could begin a marker."""
+        text = self._reader.text
+        if self._end_markers:
+            match = self._beginning_in_thinking.search(text)
+            return len(text) if match is None else match.start()
+        if text[0] == "\n" and (self._at_output_start or self._frame_end is not None):
+            return 0
+        match = self._beginning.search(text)
+        end = len(text) if match is None else match.start()
+        newline = text.find("\n", 0, end) if self._frame_end is not None else -1
+        return end if newline < 0 else newline
 
     # Thinking
 
@@ -129,10 +154,6 @@ class PlainOutput:
 
     def _read_answer(self) -> Reading[None]:
         reader = self._reader
-        start = self._next_candidate()
-        if start > 0:
-            self._consume(start)
-            return
         markers = self._markers_that_count()
         marker = yield from reader.take_any(markers)
         length, reader.pos = reader.pos, 0
@@ -148,16 +169,6 @@ class PlainOutput:
             self._at_output_start = False
             reader.pos = length
             yield from self._skip_newlines(2 if marker in self._stray_end_marker else 1)
-
-    def _next_candidate(self) -> int:
-        """Index of the first character that could begin a marker; the text's length if there is none."""
-        text = self._reader.text
-        if text[0] == "\n" and (self._at_output_start or self._frame_end is not None):
-            return 0
-        match = self._beginning.search(text)
-        end = len(text) if match is None else match.start()
-        newline = text.find("\n", 0, end) if self._frame_end is not None else -1
-        return end if newline < 0 else newline
 
     def _markers_that_count(self) -> tuple[str, ...]:
         markers = self._start_markers_that_count()
@@ -238,6 +249,11 @@ class PlainOutput:
         while most and not (yield from reader.is_done()) and reader.text[reader.pos] == "\n":
             reader.pos += 1
             most -= 1
+
+
+def _first_character(markers: Iterable[str]) -> re.Pattern[str]:
+    beginnings = sorted({marker[0] for marker in markers})
+    return re.compile("|".join(map(re.escape, beginnings)) or "(?!)")
 
 
 class ConstrainedOutput(PlainOutput):

@@ -7,6 +7,8 @@ are messages), hands calls to their syntax's parser (`call_reader.py`, `tool_cal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter, ParsedEvent
@@ -81,11 +83,11 @@ class StreamParser:
         return self._reader.num_unread + self._emitter.num_held
 
     @property
-    def faults(self) -> tuple[CallFault, ...]:
-        return () if self._calls is None else tuple(dict.fromkeys(self._calls.faults))
+    def faults(self) -> Sequence[CallFault]:
+        return () if self._calls is None else self._calls.faults
 
     def push(self, text: str) -> tuple[ParsedEvent, ...]:
-        if not self.stopped:
+        if not self._emitter.stopped:
             self._reader.push(text)
             next(self._reading, None)
         return self._emitter.taken()

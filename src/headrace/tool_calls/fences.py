@@ -54,7 +54,7 @@ class LineTracker:
 
     def push(self, text: str) -> None:
         end = 0
-        for match in _BREAK_OR_TICKS.finditer(text):
+        while (match := _BREAK_OR_TICKS.search(text, end)) is not None:
             if match.start() > end or match[0] == "\n":
                 self._end_ticks()
             self._line = (self._line + text[end : match.start()])[:_MAX_LINE]
@@ -65,7 +65,8 @@ class LineTracker:
                 self._line = (self._line + match[0])[:_MAX_LINE]
             end = match.end()
         if end < len(text):
-            self._end_ticks()
+            if self._growing:
+                self._end_ticks()
             self._line = (self._line + text[end:])[:_MAX_LINE]
 
     def _end_ticks(self) -> None:

@@ -72,8 +72,11 @@ class Reader:
         return bool(self._waiting)
 
     def push(self, text: str) -> None:
-        self._waiting += text
-        self._admit()
+        if self._limit is None:
+            self.text += text
+        else:
+            self._waiting += text
+            self._admit()
 
     def end(self, *, cut: bool) -> None:
         self._has_ended = True
@@ -88,8 +91,9 @@ class Reader:
 
     def trim(self) -> None:
         """Drop what has been read; indices into `text` change."""
-        self.text = self.text[self.pos :]
-        self.pos = 0
+        if self.pos:
+            self.text = self.text[self.pos :]
+            self.pos = 0
 
     def peek(self, ahead: int = 0) -> Reading[str]:
         """The next character, or the one `ahead` of it. Raises OutOfText."""
