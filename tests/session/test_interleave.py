@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 import pytest
 from hypothesis import given, settings
@@ -73,3 +74,40 @@ def test_closing_it_closes_every_stream_that_has_begun(num_streams: int) -> None
 
     asyncio.run(leave())
     assert all(source.closed for source in sources)
+
+
+class EndlessStream:
+    """Gives one item; after that a reader waits, unless the stream was ended before."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._has_given = False
+
+    def __aiter__(self) -> EndlessStream:
+        return self
+
+    async def __anext__(self) -> int:
+        if self.is_over:
+            raise StopAsyncIteration
+        if self._has_given:
+            await asyncio.Event().wait()
+        self._has_given = True
+        return 1
+
+    async def aclose(self) -> None:
+        self.is_over = True
+
+
+@pytest.mark.parametrize("num_streams", [1, 3])
+def test_a_reader_may_end_the_stream_that_an_item_comes_from(num_streams: int) -> None:
+    streams = [EndlessStream() for _ in range(num_streams)]
+
+    async def read() -> int:
+        num_items = 0
+        async with aclosing(interleaved(streams)) as items:
+            async for item in items:
+                num_items += item
+                streams[num_items - 1].is_over = True
+        return num_items
+
+    assert asyncio.run(asyncio.wait_for(read(), 60)) == num_streams
