@@ -13,8 +13,10 @@ from dataclasses import replace
 
 import httpx
 import mlx.core as mx
+import numpy as np
 import openai
 import pytest
+from embedding_models import EXPECTED, FOLDER, TEXTS
 from loopback import serving
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -79,6 +81,29 @@ def test_clients_of_several_models_at_once_get_what_each_model_alone_says(words:
             assert {entry.state for entry in models.entries} == {ModelState.SLEEPING}
             assert await asyncio.gather(*(answers(client, word) for word in words)) == expected
             assert {entry.state for entry in models.entries} == {ModelState.LOADED}
+
+    asyncio.run(scenario())
+
+
+def test_embeddings_are_computed_beside_chats() -> None:
+    """An encoder and a decoder that give vectors, beside a model that writes text."""
+    pooling = ("bert_mean", "qwen_embedding")
+    cut: dict[str, int] = {"truncate_prompt_tokens": -1}
+
+    async def scenario() -> None:
+        expected = await alone("miniature-draft")
+        async with served(plan_of("miniature-draft", *(str(FOLDER / name) for name in pooling))) as (models, client):
+            for _ in range(2):
+                *vectors, chats = await asyncio.gather(
+                    *(client.embeddings.create(model=name, input=TEXTS, extra_body=cut) for name in pooling),
+                    answers(client, "miniature-draft"),
+                )
+                assert chats == expected
+                for name, found in zip(pooling, vectors, strict=True):
+                    numbers = np.array([each.embedding for each in found.data])
+                    assert np.abs(numbers - EXPECTED["models"][name]["texts"]).max() <= 1e-4
+                for entry in models.entries:  # each gets another budget when one goes
+                    await models.unload(entry)
 
     asyncio.run(scenario())
 

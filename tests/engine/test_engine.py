@@ -16,6 +16,7 @@ from headrace.backend.kernels import Kernels
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.draws import Drawn, Draws, LogitPosition
 from headrace.engine.engine import Engine
+from headrace.engine.loop import Loop
 from headrace.engine.pool import PrefixPool
 from headrace.engine.runner import Runner
 from headrace.engine.windows import Window
@@ -321,6 +322,21 @@ async def test_a_dead_thread_turns_health_red_and_leaves_nobody_waiting(
     assert engine.health() == "its thread ended with MemoryError"
     with pytest.raises(EngineDead, match="MemoryError$"):
         await collect(engine, REQUESTS[0])
+
+
+@pytest.mark.parametrize("name", ["_submit", "set_budget"])
+async def test_who_sent_what_the_thread_dies_of_gets_an_error(
+    name: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = launch(llama)
+
+    def die(*args: object) -> None:
+        raise MemoryError("out of everything")
+
+    monkeypatch.setattr(Loop, name, die)
+    with pytest.raises(EngineDead, match="MemoryError$"):
+        async with asyncio.timeout(60):
+            await (engine.set_budget(1) if name == "set_budget" else collect(engine, REQUESTS[0]))
 
 
 async def test_a_device_that_fails_at_every_call_ends_the_engine(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,13 @@ class Loop:
         return self._sparse.records_bytes + self._prefixes.num_bytes
 
     def _take(self, command: Command) -> None:
+        try:
+            self._obey(command)
+        except BaseException:
+            self._inbox.put(command)  # the thread ends: `fail_all` answers it
+            raise
+
+    def _obey(self, command: Command) -> None:
         match command:
             case Submit():
                 self._submit(command)

@@ -107,6 +107,8 @@ class WarmUp:
 
     def drop_larger(self) -> None:
         """Leave out pieces that need more memory than there is now."""
+        if self.is_over:
+            return
         budget_bytes = self._served.memory.budget_bytes
         left = [piece for piece in self._left if piece.num_bytes(self._served.memory) <= budget_bytes]
         num_pieces = self.status.num_pieces - len(self._left) + len(left)
