@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
 from loopback import serving
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from headrace.cli.chat_remote import RemoteChat
 from headrace.cli.chat_state import COMMANDS, ChatCommands, ChatState
@@ -165,6 +171,45 @@ def answering(name: str, abilities: tuple[str, ...] = ()) -> ModelEntry:
         return fake_session(FakeEngine(f"I am {name}", (END,), model=describe(name)), PlainTemplate())
 
     return ModelEntry((name,), ModelSource(name, lambda: 0, load, lambda: ModelOutline(abilities=abilities)))
+
+
+def prepared(name: str, *, takes_any_name: bool = False) -> str:
+    """The model that a chat begins with that was asked for this one."""
+    entry = answering("one")
+    entry.source = replace(entry.source, word="org/first")
+    models = Models([answering("vectors", ("embedding",)), entry], 10_000, takes_any_name=takes_any_name)
+
+    async def scenario() -> str:
+        async with serving(models) as url, aclosing(RemoteChat(url, name, None)) as chat:
+            return await chat.prepare()
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("org/no", r"`org/no` does not exist; served: vectors, one$"), ("vectors", r"do: one$")]
+)
+def test_a_model_that_the_server_has_not_for_chats_is_refused_at_the_start(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepared(name)
+
+
+def test_a_name_that_the_server_knows_and_does_not_list_is_taken() -> None:
+    assert prepared("org/first") == "org/first"
+    assert prepared("org/no", takes_any_name=True) == "org/no"
+
+
+def test_another_server_is_asked_for_a_name_that_it_does_not_list() -> None:
+    """Some take names that they don't list."""
+    listed = {"object": "list", "data": [{"id": "listed"}]}
+    app = Starlette(routes=[Route("/v1/models", lambda request: JSONResponse(listed))])
+
+    async def scenario() -> str:
+        async with aclosing(RemoteChat("http://server", "other", None)) as chat:
+            chat._http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+            return await chat.prepare()
+
+    assert asyncio.run(scenario()) == "other"
 
 
 def test_one_of_a_servers_models_is_chosen() -> None:

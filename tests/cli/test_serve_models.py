@@ -9,6 +9,7 @@ import pytest
 from headrace.cli.serve_models import load_first, served_models
 from headrace.cli.serve_plan import read_plan
 from headrace.errors import ConfigError, ModelError
+from headrace.types.model_status import ModelState
 
 
 def refused(*words: str) -> str:
@@ -31,6 +32,17 @@ def test_a_kept_model_exists() -> None:
     models = "miniature", "miniature-draft"
     assert refused(*models, "--keep", "other") == "--keep other: there is no such model"
     assert refused(*models, "--keep", "headrace-minature").endswith("; did you mean headrace-miniature?")
+
+
+def test_a_model_whose_files_cannot_be_fetched_at_the_start_has_failed(tmp_path: Path) -> None:
+    plan = read_plan([str(tmp_path / "nowhere"), "miniature-draft", "--gpu-memory-utilization", "0.3"], {})
+    models = served_models(plan)
+    try:
+        load_first(models, plan)
+        states = {entry.state: entry.reason for entry in models.entries}
+        assert states == {ModelState.FAILED: f"there is no folder {tmp_path / 'nowhere'}", ModelState.LOADED: None}
+    finally:
+        models.stop()
 
 
 def test_a_server_whose_models_all_do_not_fit_does_not_start() -> None:

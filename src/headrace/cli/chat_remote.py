@@ -33,14 +33,22 @@ class RemoteChat:
         )
 
     async def prepare(self) -> str:
-        """Finds the model and returns its name. Raises ConfigError if the server can't be reached or lists none."""
+        """Finds the model and returns its name.
+
+        Raises ConfigError if the server can't be reached, doesn't serve it for chats, or lists none.
+        """
         try:
             response = await self._http.get("/v1/models")
             response.raise_for_status()
-            listed = [each for each in response.json()["data"] if _can_chat(each)]
-            self.models = tuple(str(each["id"]) for each in listed)
-            loaded = next((each for each in listed if each.get("state") == "loaded"), listed[0])
-            self._model = self._model or str(loaded["id"])
+            data = {str(each["id"]): each for each in response.json()["data"]}
+            listed = {name: each for name, each in data.items() if _can_chat(each)}
+            self.models = tuple(listed)
+            if self._model is None:
+                self._model = next((name for name in listed if data[name].get("state") == "loaded"), self.models[0])
+            elif self._model in data and self._model not in listed:
+                raise ConfigError(f"--url: {self._model} takes no chats; these do: {', '.join(listed) or 'none'}")
+            elif self._model not in data:
+                await self._refuse_unknown(self._model)
         except httpx.HTTPStatusError as error:
             if self._model is None:
                 raise ConfigError(f"--url: {_error_text(error.response.text)}") from error
@@ -51,6 +59,12 @@ class RemoteChat:
                 raise ConfigError("--url: the server lists no model for chats; name one") from error
         assert self._model is not None
         return self._model
+
+    async def _refuse_unknown(self, name: str) -> None:
+        """Servers may take names that they don't list. Raises ConfigError where Headrace says that it doesn't."""
+        response = await self._http.get("/props", params={"model": name})
+        if response.status_code == httpx.codes.NOT_FOUND and _error_code(response.text) == "model_not_found":
+            raise ConfigError(f"--url: {_error_text(response.text)}")
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -126,6 +140,14 @@ def _events(data: str, end: _End) -> Iterator[Event]:
             yield Text(text)
         if choice.get("finish_reason") == "length":
             end.reason = FinishReason.LENGTH
+
+
+def _error_code(body: str) -> object:
+    """None if the body has none, as other servers' bodies."""
+    try:
+        return json.loads(body)["error"]["code"]
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def _error_text(body: str) -> str:

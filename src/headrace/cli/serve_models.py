@@ -27,6 +27,7 @@ from headrace.session.models import Models
 from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.memory import MemoryShare
 from headrace.types.model import ModelOutline
+from headrace.types.model_status import ModelState
 from headrace.types.pooling import PoolingTask
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ def load_first(models: Models, plan: ServePlan) -> None:
         except HeadraceError as error:
             if len(models.entries) == 1:
                 raise error.__cause__ if isinstance(error.__cause__, HeadraceError) else error from None
+            if entry.state is not ModelState.FAILED:  # its files could not be fetched
+                models.fail(entry, error.message)
             log.error("%s is not loaded: %s", entry.name, error.message)
             errors.append(error)
     if wanted and len(errors) == len(models.entries):

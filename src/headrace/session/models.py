@@ -180,7 +180,7 @@ class Models(ServedModels):
                 entry.state = ModelState.SLEEPING
             log.info("the load of %s was cancelled: no request waits for it", entry.name)
         except HeadraceError as error:
-            self._fail(entry, error.message)
+            self.fail(entry, error.message)
             if len(self.entries) > 1:
                 log.warning("%s can't be loaded: %s", entry.name, error.message)
             raise ModelUnavailable(f"{entry.name} can't be loaded: {error.message}", param="model") from error
@@ -292,14 +292,14 @@ class Models(ServedModels):
                 continue
             free -= entry.budget_bytes
 
-    def _fail(self, entry: ModelEntry, reason: str) -> None:
+    def fail(self, entry: ModelEntry, reason: str) -> None:
         entry.state, entry.reason, entry.failed_at = ModelState.FAILED, reason, time.monotonic()
 
     def tick(self) -> None:
         """To be called several times a second: unloads what is idle for long, and what died."""
         for entry, session in self.loaded():
             if len(self.entries) > 1 and (reason := session.health()) is not None and entry.state is ModelState.LOADED:
-                self._fail(entry, f"its engine died: {reason}")
+                self.fail(entry, f"its engine died: {reason}")
                 self._in_background(self._bury(entry))
             elif self._is_idle_for_long(entry) and entry.state is ModelState.LOADED:
                 self._in_background(self._unload_if_idle(entry))
@@ -320,7 +320,7 @@ class Models(ServedModels):
         async with self._turn:
             self._is_device_lost = await asyncio.to_thread(is_device_lost)
             await self._close(entry)
-            self._fail(entry, str(reason))
+            self.fail(entry, str(reason))
             await self._divide()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:

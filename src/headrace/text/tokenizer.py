@@ -53,7 +53,7 @@ class Tokenizer:
 
         Raises ModelError if there is no tokenizer, or none that works without such code.
         """
-        with errors_as(lambda error: ModelError(f"no tokenizer could be loaded from {directory}: {error}")):
+        with errors_as(lambda error: _not_loaded(directory, error)):
             loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         if not isinstance(loaded, PreTrainedTokenizerFast):
             raise ModelError(
@@ -61,7 +61,7 @@ class Tokenizer:
             )
         if loaded.backend_tokenizer.get_vocab_size() == len(loaded.backend_tokenizer.get_added_tokens_decoder()):
             # If the file is missing, transformers makes one up for known models: special tokens only.
-            raise ModelError(f"no tokenizer could be loaded from {directory}: it has no tokenizer.json")
+            raise _not_loaded(directory)
         return cls(
             loaded.backend_tokenizer,
             eos_token_id=loaded.eos_token_id,
@@ -148,6 +148,13 @@ class Tokenizer:
     def _plain_encoder(self) -> PlainTextEncoder:
         # Copies the whole vocabulary: made when a text first spells out an added token.
         return PlainTextEncoder(self._backend)
+
+
+def _not_loaded(directory: Path, error: BaseException | None = None) -> ModelError:
+    """error: transformers', which lists several lines of conversions that it tried where the file is missing."""
+    has_file = error is not None and (directory / "tokenizer.json").is_file()
+    reason = str(error).partition("\n")[0] if has_file else "it has no tokenizer.json"
+    return ModelError(f"no tokenizer could be loaded from {directory}: {reason}")
 
 
 def well_formed(text: str) -> str:
