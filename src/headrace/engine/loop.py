@@ -6,7 +6,7 @@ import logging
 import queue
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -227,11 +227,10 @@ class Loop:
         return self._sparse.records_bytes + self._prefixes.num_bytes
 
     def _take(self, command: Command) -> None:
-        try:
+        with ExitStack() as unless_done:
+            unless_done.callback(self._inbox.put, command)  # the thread ends: `fail_all` answers it
             self._obey(command)
-        except BaseException:
-            self._inbox.put(command)  # the thread ends: `fail_all` answers it
-            raise
+            unless_done.pop_all()
 
     def _obey(self, command: Command) -> None:
         match command:
