@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from benchmarks.command import add_json, add_ranks, exit_code
-from benchmarks.processes import backend_here, read_given, run_ranks, say
+from benchmarks.processes import AS_RANK, backend_here, read_given, run_ranks, say
 from headrace.bench.table import Row, aligned
 from headrace.config_loading import Parser
 from headrace.ranks.layout import read_layout
@@ -100,7 +100,7 @@ main = partial(exit_code, run)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:] != [AS_RANK]:
         sys.exit(main())
     given, group = read_given()
     assert group is not None

@@ -22,6 +22,9 @@ from headrace.ranks.layout import Layout
 OnLine = Callable[[int, dict[str, Any]], None]
 """Takes a rank, and an object that it has printed."""
 
+AS_RANK = "--as-rank"
+"""The argument of a process that `run_ranks` starts."""
+
 _POLL_S = 0.1
 
 
@@ -62,7 +65,7 @@ def run_ranks(module: str, given: Mapping[str, Any], layout: Layout | None, limi
 
 def _start(module: str, line: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, AS_RANK],
         env=environment_for(variables),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -6,19 +6,37 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
 
 from benchmarks.command import add_ranks, exit_code, write_report
-from benchmarks.model import ModelPlan, plan_of, plan_parser
-from benchmarks.processes import OnLine, backend_here, run_ranks
-from headrace.backend.device import current
+from benchmarks.figures import Figure
+from benchmarks.model import ModelPlan, figures_of, plan_of, plan_parser
+from benchmarks.processes import AS_RANK, OnLine, backend_here, read_given, run_ranks, say
+from benchmarks.shapes import config_of, planned_model, random_model
+from benchmarks.steps import OurSteps
+from headrace.backend.device import current, device_kind
+from headrace.backend.kernels import Kernels
 from headrace.bench.figures import spread
 from headrace.bench.table import Row, aligned, spread_text
 from headrace.cli.bench import make_folder
+from headrace.engine.prepare import PREFILL_CHUNK
+from headrace.models.levels import choose_levels
+from headrace.models.packed import PackedModel
+from headrace.models.sharding import shard
+from headrace.models.source import ModelFiles
 from headrace.ranks.layout import Layout, read_layout
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import StatePool
 
 _ABOUT = """Measure prefill and decode of a published shape, without a server: on one device, then split over several,
 with the same weights. Also what a step takes if the ranks don't add up their sums, which tells what that costs."""
@@ -50,7 +68,7 @@ def measure(plan: ModelPlan, layout: Layout | None, limit_s: float, on_line: OnL
         found[rank].take(line)
         on_line(rank, line)
 
-    run_ranks("benchmarks.rank", {"plan": asdict(plan)}, layout, limit_s, take)
+    run_ranks("benchmarks.ranks", {"plan": asdict(plan)}, layout, limit_s, take)
     return found
 
 
@@ -141,6 +159,79 @@ def run(argv: Sequence[str]) -> None:
 
 main = partial(exit_code, run)
 
+# A rank
+
+SAMPLE_TOKENS = 64
+"""Of a prompt whose likeliest tokens are compared."""
+
+
+def run_as_rank() -> None:
+    """Prints a line of JSON for each thing that is known. All ranks make the same steps with the same numbers."""
+    given, group = read_given()
+    found = given["plan"]
+    plan = ModelPlan(**{**found, "decode": tuple(tuple(each) for each in found["decode"])})
+    started = time.perf_counter()
+    config = config_of(plan.shape, plan.num_layers)
+    model = _model(plan, config, group)
+    packed = PackedModel(model, choose_levels(model), Kernels("fast", device_kind()))
+    say(weights_bytes=mx.get_active_memory(), layers=packed.layer_lines, seconds=time.perf_counter() - started)
+    say(likeliest=_likeliest(packed, config["vocab_size"]))
+    peak_bytes = 0
+    for figure in _figures(packed, plan, config["vocab_size"]):
+        peak_bytes = max(peak_bytes, figure.peak_bytes)
+        _say_figure(figure)
+    say(peak_bytes=peak_bytes)
+    packed.restore()
+    if group is not None:
+        with _no_sums():
+            # anew, so that steps are compiled without them
+            packed = PackedModel(model, choose_levels(model), Kernels("fast", device_kind()))
+            for figure in _figures(packed, plan, config["vocab_size"]):
+                _say_figure(figure, without_sums=True)
+
+
+def _model(plan: ModelPlan, config: dict[str, Any], group: mx.distributed.Group | None) -> Any:
+    """With the same weights on every number of ranks."""
+    mx.random.seed(0)
+    if group is None:
+        return random_model(config, dtype=plan.dtype, bits=plan.bits)
+    model = planned_model(config, dtype=plan.dtype, bits=plan.bits)
+    shard(model, ModelFiles(plan.shape, Path(), config, config, {}), group)
+    return model
+
+
+def _likeliest(packed: PackedModel, vocab_size: int) -> Any:
+    """The likeliest token after each of a prompt's, its logit, and how far the next one's is below it."""
+    prompt = np.random.default_rng(1).integers(0, vocab_size, SAMPLE_TOKENS).tolist()
+    state = SequenceState(StatePool(has_batches=packed.kernels.attends_in_batches), SAMPLE_TOKENS)
+    logits = np.array(packed.compute(state, prompt))
+    state.release()
+    second, first = np.sort(logits, axis=-1)[:, -2:].T
+    return np.stack([logits.argmax(axis=-1), first, first - second], axis=-1).tolist()
+
+
+def _figures(packed: PackedModel, plan: ModelPlan, vocab_size: int) -> Iterator[Figure]:
+    steps = OurSteps(packed, vocab_size, PREFILL_CHUNK[device_kind()], runs_ahead=packed.launches_ahead)
+    return (figure for figure, *_ in figures_of(steps, plan))
+
+
+@contextmanager
+def _no_sums() -> Iterator[None]:
+    """The ranks don't wait for each other, so that the difference is what their sums take. The numbers are wrong."""
+    with patch.object(mx.distributed, "all_sum", lambda x, group: x):
+        yield
+
+
+def _say_figure(figure: Figure, *, without_sums: bool = False) -> None:
+    say(
+        measure=figure.measure,
+        times_s=figure.times_s,
+        num_tokens=figure.num_tokens,
+        num_launches=figure.num_launches,
+        host_s=None if figure.host is None else figure.host.seconds,
+        without_sums=without_sums,
+    )
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_as_rank() if sys.argv[1:] == [AS_RANK] else sys.exit(main())

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from headrace.config import Config
 from headrace.engine.drafting import DrafterSetup
@@ -23,7 +24,7 @@ from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafter import Drafter
-from headrace.speculate.ranking import Candidate, Proposal, RankedDraft, Ranking, RowRecord, Source
+from headrace.speculate.ranking import Candidate, RankedDraft, Ranking, RowRecord, Source
 from headrace.speculate.speculator import Speculator
 from headrace.state.sequence import StateCost
 from headrace.state.slabs import StatePool
@@ -259,15 +260,7 @@ class _PlannedDrafts(Ranking):
         super().__init__()
         self.drafts = NO_DRAFTS
 
-    def best(
-        self,
-        record: RowRecord,
-        max_drafts: int,
-        *,
-        forced: Sequence[int] = (),
-        copied: Proposal | None = None,
-        num_model: int = 0,
-    ) -> Candidate:
+    def best(self, record: RowRecord, max_drafts: int, **others: Any) -> Candidate:
         number = min(self.drafts.number, max_drafts)
         if self.drafts.by_model:
             return Candidate((), (RankedDraft(Source.MODEL, 0, 1.0),) * number)
