@@ -299,10 +299,10 @@ def _find_drafts(
             raise ModelError(f"--{knob.replace('_', '-')}: {error}") from error
 
     if config.engine.sparse_draft is not None:
-        refuse_target("sparse_draft", files, loaded)
+        refuse_target(files, loaded)
     sparse = find("sparse_draft", config.engine.sparse_draft)
     if sparse is not None:
-        refuse_draft("sparse_draft", sparse)
+        refuse_draft(sparse)
     return sparse, find("draft_model", config.engine.draft_model)
 
 

@@ -46,46 +46,38 @@ def measure_acceptance(
     hidden states that are the head's input.
     """
     drafter, pool = HeadDrafter(head), StatePool()
-    rows = [_Continued(SequenceState(pool, len(ids) + num_tokens + depth), list(ids), len(ids)) for ids in texts]
-    for one in rows:
-        _advance(trunk, [one], len(one.token_ids))
+    rows = [(SequenceState(pool, len(ids) + num_tokens + depth), list(ids)) for ids in texts]
+    for row in rows:
+        _advance(trunk, [row], len(row[1]))
     drafts_at: list[list[tuple[int, ...]]] = []
     for _ in range(num_tokens):
-        drafted = drafter.draft([DraftRow(one.state, one.token_ids, depth, GREEDY_ROW) for one in rows])
-        mx.eval(drafted.arrays, [one.state.arrays() for one in rows])
+        drafted = drafter.draft([DraftRow(state, token_ids, depth, GREEDY_ROW) for state, token_ids in rows])
+        mx.eval(drafted.arrays, [state.arrays() for state, _ in rows])
         drafts_at.append([drafted.read(number, depth) for number in range(len(rows))])
         _advance(trunk, rows)
     for _ in range(depth - 1):
         _advance(trunk, rows)
     num_accepted = [0] * depth
     for position, drafts_of_rows in enumerate(drafts_at):
-        for one, drafts in zip(rows, drafts_of_rows, strict=True):
-            start = one.num_given + position + 1
+        for ids, (_, token_ids), drafts in zip(texts, rows, drafts_of_rows, strict=True):
+            start = len(ids) + position + 1
             for number in range(depth):
-                num_accepted[number] += list(drafts[: number + 1]) == one.token_ids[start : start + number + 1]
-    for one in rows:
-        one.state.release()
+                num_accepted[number] += list(drafts[: number + 1]) == token_ids[start : start + number + 1]
+    for state, _ in rows:
+        state.release()
     return Acceptance(num_tokens * len(rows), tuple(num_accepted))
 
 
-@dataclass(slots=True)
-class _Continued:
-    """A text, its continuation, and the state of all but the last token."""
-
-    state: SequenceState
-    token_ids: list[int]
-    num_given: int
-
-
-def _advance(trunk: PackedModel, rows: Sequence[_Continued], num_tokens: int = 1) -> None:
+def _advance(trunk: PackedModel, rows: Sequence[tuple[SequenceState, list[int]]], num_tokens: int = 1) -> None:
+    """rows: texts, and the states of all but their last `num_tokens` tokens."""
     packed = []
-    for one in rows:
-        one.state.begin(num_tokens)
-        packed.append(Row(one.state, one.token_ids[-num_tokens:]))
+    for state, token_ids in rows:
+        state.begin(num_tokens)
+        packed.append(Row(state, token_ids[-num_tokens:]))
     picks = [(number + 1) * num_tokens - 1 for number in range(len(rows))]
     following = mx.argmax(trunk.forward(packed, picks), axis=-1)
-    mx.eval(following, [one.state.arrays() for one in rows])
+    mx.eval(following, [state.arrays() for state, _ in rows])
     ids: list[int] = following.tolist()  # type: ignore[assignment]
-    for one, token_id in zip(rows, ids, strict=True):
-        one.state.commit(num_tokens)
-        one.token_ids.append(token_id)
+    for (state, token_ids), token_id in zip(rows, ids, strict=True):
+        state.commit(num_tokens)
+        token_ids.append(token_id)

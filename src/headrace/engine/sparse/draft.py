@@ -46,18 +46,17 @@ def report_line(draft: DraftModel, config: Config, budget_bytes: int) -> str:
     )
 
 
-def refuse_target(knob: str, own: ModelFiles, target: LoadedModel) -> None:
+def refuse_target(own: ModelFiles, target: LoadedModel) -> None:
     """Raise ConfigError for a target that can't compute a part of a prompt's tokens."""
     if (reason := target.packed.positions_refusal) is not None:
-        raise refused(knob, f"{own.name} can't compute prompts in part: {reason}")
+        raise refused("sparse_draft", f"{own.name} can't compute prompts in part: {reason}")
 
 
-def refuse_draft(knob: str, draft: DraftModel) -> None:
+def refuse_draft(draft: DraftModel) -> None:
     """Raise ConfigError for a draft model without the attention that gives scores."""
     if not num_scoring_layers(draft.model.packed):
-        raise refused(
-            knob, f"{draft.name} can't tell what is important in a prompt: none of its layers attends to all of it"
-        )
+        what = f"{draft.name} can't tell what is important in a prompt: none of its layers attends to all of it"
+        raise refused("sparse_draft", what)
 
 
 class SparseDraft:
