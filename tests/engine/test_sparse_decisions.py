@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,8 +35,10 @@ class Draft(SparseDraft):
         self.reading: list[str] = []
         self.aborted: list[str] = []
         self.is_closed = False
+        self.runner: Any = SimpleNamespace(state_bytes=0)
+        self.prefixes = PrefixCache()
 
-    num_scoring = state_bytes = records_bytes = 0  # type: ignore[assignment]
+    num_scoring = 0  # type: ignore[assignment]
 
     def begin(self, request: GenerationRequest) -> None:
         if self.trouble is not None:
@@ -46,9 +50,6 @@ class Draft(SparseDraft):
 
     def close(self) -> None:
         self.is_closed = True
-
-    def clear(self) -> int:
-        return 0
 
     def advance(self, limit_s: float | None) -> dict[str, Importance | None]:
         importance = np.zeros(NUM_TOKENS, np.float32)
