@@ -177,6 +177,8 @@ class ChatMessages:
         return ChatMessage("assistant", tuple(content), "\n".join(filter(None, thoughts)) or None, tuple(calls))
 
     def _parts(self, content: str | Sequence[BlockBody], path: str) -> tuple[ContentPart, ...]:
+        if isinstance(content, str):
+            return (TextPart(content),) if content else ()
         return tuple(part for block, where in _blocks(content, path) for part in self._part(block, where))
 
     def _part(self, block: BlockBody, path: str) -> Iterator[ContentPart]:

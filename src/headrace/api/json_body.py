@@ -34,18 +34,23 @@ def refuse_too_much(texts: Iterable[bytes], what: str, param: str | None = None)
 
     Values are counted by their commas. The counts mean nothing for a text that is not JSON.
     """
-    num_containers = num_members = num_values = 0
-    for structure in (piece for text in texts for piece in _structure(text)):
-        num_containers += structure.count(b"{") + structure.count(b"[")
-        num_members += structure.count(b":")
-        num_values += structure.count(b",")
-        for number, most, kind in (
-            (num_containers, MAX_CONTAINERS, "objects and lists"),
-            (num_members, MAX_MEMBERS, "fields of objects"),
-            (num_values, MAX_VALUES, "values"),
-        ):
-            if number > most:
-                raise InvalidRequest(f"{what} must hold at most {most} {kind}", param=param)
+    texts = list(texts)
+    # with those in strings, which is enough to know that nearly every body is within the limits
+    if all(number <= most for number, most, _ in _counts(texts)):
+        return
+    for number, most, kind in _counts([piece for text in texts for piece in _structure(text)]):
+        if number > most:
+            raise InvalidRequest(f"{what} must hold at most {most} {kind}", param=param)
+
+
+def _counts(texts: Sequence[bytes]) -> Iterator[tuple[int, int, str]]:
+    """How many containers, members and values there are, the limit of each, and its name."""
+    for signs, most, kind in (
+        (b"{[", MAX_CONTAINERS, "objects and lists"),
+        (b":", MAX_MEMBERS, "fields of objects"),
+        (b",", MAX_VALUES, "values"),
+    ):
+        yield sum(text.count(sign) for text in texts for sign in signs), most, kind
 
 
 def _structure(text: bytes) -> Iterator[bytes]:
@@ -157,6 +162,25 @@ def _parsed(text: bytes) -> Any:
 
 def infinite_number(value: Any) -> _Location | None:
     """The location of a number beyond the largest float (like 1e400) in parsed JSON; None if there is none."""
+    return _place_of_infinite(value) if _has_infinite(value) else None
+
+
+def _has_infinite(value: Any) -> bool:
+    left = [[value]]
+    while left:
+        values = left.pop()
+        for each in values:
+            kind = type(each)
+            if kind is dict:
+                left.append(each.values())
+            elif kind is list:
+                left.append(each)
+            elif kind is float and math.isinf(each):
+                return True
+    return False
+
+
+def _place_of_infinite(value: Any) -> _Location | None:
     left: list[tuple[_Location, Any]] = [((), value)] if isinstance(value, _MAY_BE_INFINITE) else []
     while left:
         place, each = left.pop()
@@ -223,18 +247,27 @@ def _is_same(value: object, neutral: object) -> bool:
 
 def unknown_fields(body: StrictBody, path: str = "") -> set[str]:
     """Paths of the unknown fields of a body and of all objects in it, without indices: `messages[].name`."""
-    if body.is_foreign:
-        return set()
-    sent = body.model_extra or {}
-    unknown = {path + name for name in sent.keys() - body.neutral_values.keys() - body.without_effect}
-    for name, field in type(body).model_fields.items():
-        value, inner = getattr(body, name), path + (field.alias or name)
-        if isinstance(value, StrictBody):
-            unknown |= unknown_fields(value, f"{inner}.")
-        elif isinstance(value, list) and value and isinstance(value[0], StrictBody):
-            for each in value:
-                unknown |= unknown_fields(each, f"{inner}[].")
+    unknown: set[str] = set()
+    _add_unknown(body, path, unknown)
     return unknown
+
+
+def _add_unknown(body: StrictBody, path: str, unknown: set[str]) -> None:
+    if body.is_foreign:
+        return
+    if sent := body.model_extra:
+        unknown |= {path + name for name in sent.keys() - body.neutral_values.keys() - body.without_effect}
+    for name, value in vars(body).items():
+        if isinstance(value, StrictBody):
+            _add_unknown(value, f"{path}{_sent_name(body, name)}.", unknown)
+        elif type(value) is list and value and isinstance(value[0], StrictBody):
+            inner = f"{path}{_sent_name(body, name)}[]."
+            for each in value:
+                _add_unknown(each, inner, unknown)
+
+
+def _sent_name(body: StrictBody, name: str) -> str:
+    return type(body).model_fields[name].alias or name
 
 
 def ignored_names(unknown: Iterable[str]) -> tuple[str, ...]:
