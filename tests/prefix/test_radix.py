@@ -5,6 +5,8 @@ from __future__ import annotations
 from hashlib import sha256
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prefix.made_up import HERE, THERE, MadeUpPiece, MadeUpStore, Shelf, made_up_tokens
 
 from headrace.prefix.key import MediaKey, cache_key
@@ -383,3 +385,46 @@ def test_impossible_arguments_are_refused() -> None:
     for length in (0, 1001):
         with pytest.raises(ValueError, match=f"snapshot at {length}"):
             opaque().tree.insert(HERE, A, snapshots={length: snapshot})
+
+
+KEYS = st.lists(st.integers(0, 1), min_size=2, max_size=12).map(tuple)
+
+
+@pytest.mark.parametrize("kind", [(True, False), (True, True), (False, True)])
+def test_tokens_of_a_locked_match_need_no_comparison(kind: tuple[bool, bool]) -> None:
+    @given(st.lists(KEYS, max_size=5), KEYS, st.lists(KEYS, max_size=5), st.booleans())
+    def same(before: list[tuple[int, ...]], key: tuple[int, ...], after: list[tuple[int, ...]], clears: bool) -> None:
+        results = []
+        for skips in (False, True):
+            shelf = Shelf(*kind)
+            for each in before:
+                shelf.put(each, [len(each) // 2, len(each)])
+            match = shelf.find(key)
+            shelf.tree.lock(match)
+            for each in after:
+                shelf.put(each, [len(each)])
+            shelf.tree.evict(200)
+            if clears:
+                shelf.tree.clear()
+            num_held = match.num_tokens if skips else 0
+            again = shelf.tree.match(HERE, key, len(key), num_held=num_held)
+            found = again.num_tokens, again.num_agreed_tokens, again.mismatch, again.snapshot_lengths
+            pieces = {len(key): shelf.store.snapshot(HERE, key)} if shelf.needs_snapshots else {}
+            cut = shelf.store.cutter(HERE, key) if shelf.has_spans else None
+            shelf.tree.insert(HERE, key, cut=cut, snapshots=pieces, num_held=num_held)
+            shelf.tree.unlock(match)
+            results.append((found, shelf.tree.summary(), shelf.length((*key, 5))))
+        assert results[0] == results[1]
+
+    same()
+
+
+def test_a_locked_match_is_not_compared_again() -> None:
+    """Told of a match that it doesn't have, the tree believes it: nothing was compared."""
+    shelf = dense()
+    shelf.put(A)
+    other = (*B[:500], *A[500:])
+    assert other[0] != A[0] and shelf.tree.match(HERE, other, 1000).num_agreed_tokens == 0
+    like_a = (A[0], *B[1:500], *A[500:], 7)
+    assert shelf.tree.match(HERE, like_a, 1000).num_agreed_tokens < 500
+    assert shelf.tree.match(HERE, like_a, 1000, num_held=500).num_agreed_tokens == 1000

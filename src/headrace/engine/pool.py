@@ -304,9 +304,9 @@ class PrefixPool(PrefixCache):
         if self.needs_snapshots and not _is_near(state.length, prompt.snapshots):
             prompt.snapshots[state.length] = state.snapshot()
         if self._has_spans:
-            start = self._tree.match(
-                prompt.lookup.namespace, prompt.lookup.key[: state.length], state.length
-            ).num_agreed_tokens
+            lookup, length = prompt.lookup, state.length
+            held = lookup.match.num_tokens
+            start = self._tree.match(lookup.namespace, lookup.key[:length], length, num_held=held).num_agreed_tokens
             for end in sorted({*prompt.snapshots, state.length}):
                 if start < end <= state.length:
                     prompt.spans.append(state.copy_span(start, end))
@@ -337,7 +337,8 @@ class PrefixPool(PrefixCache):
             spans.append(state.copy_span(start, end))
             return spans[-1]
 
-        self._tree.insert(namespace, key, cut=cut if self._has_spans else None, snapshots=snapshots)
+        held = prompt.lookup.match.num_tokens
+        self._tree.insert(namespace, key, cut=cut if self._has_spans else None, snapshots=snapshots, num_held=held)
         if self._disk is not None:
             self._save(self._disk, prompt, key, state, spans, snapshots)
         prompt.is_done |= length >= len(prompt_key)

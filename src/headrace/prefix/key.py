@@ -42,12 +42,10 @@ def cache_key(token_ids: Sequence[int], media: Sequence[MediaKey] = ()) -> tuple
     Text before an item has the same key as without the item; two different items never agree. Media numbers are
     negative 128-bit hashes, so they can't be token ids.
 
-    media: in the prompt's order. Raises ValueError for a negative token id, and for a media span that is empty, out of
-    order, beyond the prompt or without a proper digest.
+    token_ids: not negative, as the session has checked. media: in the prompt's order. Raises ValueError for a media span
+    that is empty, out of order, beyond the prompt or without a proper digest.
     """
     key = tuple(token_ids)
-    if key and min(key) < 0:
-        raise ValueError(f"token ids can't be negative, as {min(key)} is")
     if not media:
         return key
     parts: list[int] = []

@@ -52,16 +52,17 @@ class PrefixTree:
     def num_bytes(self) -> int:
         return self._storage.num_bytes
 
-    def match(self, namespace: Namespace, key: Sequence[int], limit: int) -> Match:
+    def match(self, namespace: Namespace, key: Sequence[int], limit: int, *, num_held: int = 0) -> Match:
         """The deepest stored state for a prompt, at most `limit` tokens long: the prompt's length less 1, so that the
         logits of its last token are still computed.
 
+        num_held: so many first tokens are those of a match that the caller has locked, and are not compared again.
         Changes nothing: see `use`. Raises ValueError for a limit outside of the key.
         """
         key = tuple(key)
         if not 0 <= limit <= len(key):
             raise ValueError(f"the limit {limit} lies outside of the prompt's {len(key)} tokens")
-        path, num_agreed, mismatch = self._follow(namespace, key)
+        path, num_agreed, mismatch = self._follow(namespace, key, num_held)
         node, num_tokens = self._deepest(path, min(limit, num_agreed))
         return Match(
             namespace=namespace,
@@ -76,7 +77,7 @@ class PrefixTree:
             node=node,
         )
 
-    def _follow(self, namespace: Namespace, key: tuple[int, ...]) -> tuple[list[Node], int, Mismatch]:
+    def _follow(self, namespace: Namespace, key: tuple[int, ...], num_held: int) -> tuple[list[Node], int, Mismatch]:
         """The nodes on a key's path, the last perhaps only in part; how far it agrees, and why no further."""
         node = self._roots.get(namespace)
         if node is None:
@@ -87,7 +88,7 @@ class PrefixTree:
             if child is None:
                 return path, node.end, _mismatch(key[node.end], node.children)
             path.append(child)
-            num_agreed = common_length(key, child.edge, node.end)
+            num_agreed = _num_agreed(key, child, num_held)
             if num_agreed < len(child.edge):
                 place = node.end + num_agreed
                 mismatch = Mismatch.WHOLE if place == len(key) else _mismatch(key[place], child.edge[num_agreed:][:1])
@@ -178,10 +179,11 @@ class PrefixTree:
         *,
         cut: CutSpan | None = None,
         snapshots: Mapping[int, Piece] = NO_SNAPSHOTS,
+        num_held: int = 0,
     ) -> None:
         """Store what a sequence has computed; what is stored already stays and is not asked for again.
 
-        key: of the computed tokens.
+        key: of the computed tokens. num_held: as for `match`.
         cut: called for the spans that the tree lacks; required if the model has spans.
         snapshots: by length; the tree takes over those that it lacks. Where the model needs snapshots,
         nothing is stored beyond the last of them, because nothing could be restored there.
@@ -196,7 +198,7 @@ class PrefixTree:
             return
         path: list[Node] = []
         try:
-            self._make_path(path, self._roots.setdefault(namespace, Node()), key, sorted({*snapshots, end}))
+            self._make_path(path, self._roots.setdefault(namespace, Node()), key, sorted({*snapshots, end}), num_held)
             for node in path:
                 if cut is not None and node.span is None:
                     self._storage.put_span(node, cut(node.start, node.end))
@@ -219,7 +221,7 @@ class PrefixTree:
             if not 0 < length <= len(key):
                 raise ValueError(f"a snapshot at {length} lies outside of the {len(key)} tokens")
 
-    def _make_path(self, path: list[Node], node: Node, key: tuple[int, ...], stops: list[int]) -> None:
+    def _make_path(self, path: list[Node], node: Node, key: tuple[int, ...], stops: list[int], num_held: int) -> None:
         """Extend `path` by the nodes that spell the key up to the last stop, with a node ending at each stop.
 
         Without snapshots the last stop may lie inside an edge: any length in it will do.
@@ -229,7 +231,7 @@ class PrefixTree:
                 child = node.children.get(key[node.end])
                 if child is None:
                     child = node.children[key[node.end]] = Node(key[node.end : stop], stop, node)
-                num_agreed = min(common_length(key, child.edge, node.end), stop - node.end)
+                num_agreed = min(_num_agreed(key, child, num_held), stop - node.end)
                 if num_agreed < len(child.edge):
                     ends_here = node.end + num_agreed == stop
                     if self._needs_snapshots or not ends_here:
@@ -276,6 +278,14 @@ class PrefixTree:
     def _drop_empty_roots(self) -> None:
         for namespace in [namespace for namespace, root in self._roots.items() if not root.children]:
             del self._roots[namespace]
+
+
+def _num_agreed(key: tuple[int, ...], node: Node, num_held: int) -> int:
+    """How many numbers of a node's edge the key has there; the first `num_held` of the key are on the node's path."""
+    known = min(max(0, num_held - node.start), len(node.edge))
+    if known == 0:
+        return common_length(key, node.edge, node.start)
+    return known + common_length(key, node.edge[known:], node.start + known)
 
 
 def _mismatch(wanted: int, stored: Iterable[int]) -> Mismatch:
