@@ -42,7 +42,7 @@ def cache_key(token_ids: Sequence[int], media: Sequence[MediaKey] = ()) -> tuple
     Text before an item has the same key as without the item; two different items never agree. Media numbers are
     negative 128-bit hashes, so they can't be token ids.
 
-    token_ids: not negative, as the session has checked. media: in the prompt's order. Raises ValueError for a media span
+    token_ids: not negative, which the session checks. media: in the prompt's order. Raises ValueError for a media span
     that is empty, out of order, beyond the prompt or without a proper digest.
     """
     key = tuple(token_ids)
