@@ -17,7 +17,7 @@ from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.mixers.rowwise import RowwiseMixer
 from headrace.models.step import PackedStep, View
 from headrace.state.module import ModuleState
-from headrace.state.recurrent import RecurrentState
+from headrace.state.recurrent import BatchedState, PastRows
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
@@ -86,8 +86,8 @@ def _decay_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_context(patch: pytest.MonkeyPatch) -> None:
-    right = GatedDeltaMixer._contexts
-    patch.setattr(GatedDeltaMixer, "_contexts", lambda *arguments: right(*arguments) * 0)
+    right = PastRows.contexts
+    patch.setattr(PastRows, "contexts", lambda *arguments: right(*arguments) * 0)
 
 
 def _keeps_what_is_dropped(state: type[Any]) -> Fault:
@@ -146,8 +146,8 @@ FAULTS: Mapping[Level, Mapping[str, Fault]] = {
     Level.PACKED: {
         "no decay": _decay_forgotten,
         "no context of the convolution": _no_context,
-        "keeps what is dropped": _keeps_what_is_dropped(RecurrentState),
-        "drops what is kept": _drops_what_is_kept(RecurrentState),
+        "keeps what is dropped": _keeps_what_is_dropped(BatchedState),
+        "drops what is kept": _drops_what_is_kept(BatchedState),
         "another row's state": _another_rows_state(GatedDeltaMixer),
     },
     Level.ROWS: {

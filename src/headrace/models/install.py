@@ -13,7 +13,7 @@ from headrace.backend.kernels import Kernels
 from headrace.backend.rope import RopeAngles
 from headrace.models.adapters import Restore, Tap, TappedNorm, packed_attention, rebind, wrap_ropes, wrap_row_ropes
 from headrace.models.fused_linear import FusedHead, can_be_head
-from headrace.models.levels import Level, Levels, ModulePath, mixers_of
+from headrace.models.levels import Level, Levels, ModulePath, is_gated_delta, mixers_of
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer, shape_of
 from headrace.models.mixers.cuda_layers import (
@@ -68,8 +68,10 @@ class Adapters:
             return
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
         paths = mixers_of(model)
+        # all or none: a sequence has one kind of running states
+        fuses_delta = all(shape_of(path.module) is not None for path in paths if is_gated_delta(path.module))
         for path in paths:
-            if kernels.fuses_layers and (mixer := _fused(path.module, sections, kernels)) is not None:
+            if kernels.fuses_layers and (mixer := _fused(path.module, sections, kernels, fuses_delta)) is not None:
                 self.fused[len(self.fused),] = mixer
                 self.replaced[type(path.module)] += 1
                 self.writes_in_place = True
@@ -137,8 +139,10 @@ class Adapters:
             self._restores.pop()()
 
 
-def _fused(module: Any, sections: MropeSections | None, kernels: Kernels) -> CudaDeltaMixer | CudaAttentionMixer | None:
-    if (shape := shape_of(module)) is not None:
+def _fused(
+    module: Any, sections: MropeSections | None, kernels: Kernels, fuses_delta: bool
+) -> CudaDeltaMixer | CudaAttentionMixer | None:
+    if fuses_delta and (shape := shape_of(module)) is not None:
         return CudaDeltaMixer(module, shape)
     if kernels.fuses_attention and (parts := attention_parts(module)) is not None:
         return CudaAttentionMixer(module, parts, sections)

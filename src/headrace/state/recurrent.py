@@ -1,187 +1,252 @@
-"""State of a gated delta net layer: valid at exactly one length, rolled back by deferred masked replay.
+"""Running states of gated delta layers: valid at exactly one length, rolled back by deferred masked replay.
 
-A window that may lose tokens leaves the state before it, the state after it, and the raw inputs of its tokens (about
-1/150 of a state per token). How many of them count is known only later. If all do, the next step continues the state
-after them, if none does from the one before; otherwise it replays those that count, with the others as no-ops: no state
-per draft. A step that was launched ahead of its token so costs a second state and no operation.
-The convolution needs no replay, only an index into its raw inputs.
+Of tokens that may be dropped a step leaves the inputs of the recurrence (about 1/150 of a state per token), and the
+state from before them. The next step replays those that were kept, with the others as no-ops: no state per draft. If
+all are kept it continues from the state after them, where that was left, too. The convolution needs no replay, only an
+index into its raw inputs.
+
+The numbers are rows of the arrays that a step leaves for its rows together (`BatchedState`), or slots of tables that
+our kernels write in place (state/delta.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from headrace.backend.cuda import shapes
+from headrace.backend.cuda.shapes import Prepared, Stash
 from headrace.backend.gated_delta import scan
 from headrace.backend.kernels import Kernels
-from headrace.state.layer import LayerCost, LayerRecord, copy_of
-
-
-@dataclass(frozen=True, slots=True)
-class WindowTokens:
-    """A row's tokens in a window of which some may be dropped: row `row` of the step's inputs `[B, n, …]`.
-
-    The rows of a step share the arrays: what is never replayed costs no operation.
-    """
-
-    inputs: shapes.Stash
-    row: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.inputs.k.shape[1]
-
-    def part(self, num_tokens: int) -> shapes.Stash:
-        """The first `num_tokens` of them, alone: `[num_tokens, …]`."""
-        return shapes.Stash(*(array[self.row, :num_tokens] for array in self.inputs))
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """One row of an array `[B, …]` that the rows of a step share.
-
-    As long as the same rows step together, the array goes from step to step whole: no operation per row.
-    """
-
-    array: mx.array
-    row: int
-
-    def alone(self) -> mx.array:
-        """The row as `[1, …]`, still in the shared array."""
-        return self.array if self.array.shape[0] == 1 else self.array[self.row : self.row + 1]
-
-    def copy(self) -> mx.array:
-        """The row as `[1, …]` in its own array: a slice would keep the other rows' memory alive."""
-        return self.array if self.array.shape[0] == 1 else copy_of(self.alone())
-
-
-def shared_array(rows: Sequence[BatchRow | None]) -> mx.array | None:
-    """The array that these are all rows of, in order; None if there is none."""
-    first = rows[0]
-    if first is None or len(rows) != first.array.shape[0]:
-        return None
-    is_shared = all(one is not None and one.array is first.array and one.row == i for i, one in enumerate(rows))
-    return first.array if is_shared else None
-
-
-def gather(rows: Sequence[BatchRow]) -> mx.array:
-    """The rows as one array `[B, …]`."""
-    shared = shared_array(rows)
-    return mx.concatenate([one.alone() for one in rows]) if shared is None else shared
+from headrace.backend.transfer import to_device
+from headrace.state.layer import LayerCost, LayerKey, LayerRecord, copy_of
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentRecord(LayerRecord):
     """State `[1, num_v_heads, head_v_dim, head_k_dim]`, and the conv's raw inputs `[1, n, channels]` up to there, of
-    which at least the context; None at length 0."""
+    which at least the context."""
 
-    state: mx.array | None
-    context: mx.array | None
+    state: mx.array
+    context: mx.array
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        return () if self.state is None or self.context is None else (self.state, self.context)
+        return self.state, self.context
+
+
+Records = Mapping[LayerKey, RecurrentRecord]
 
 
 class RecurrentState:
-    """Opaque. `window` holds the conv's raw inputs: the context, then the tokens of the last window, up to `end`.
+    """A sequence's running states in all gated delta layers.
 
-    state: `[1, num_v_heads, head_v_dim, head_k_dim]`; window: `[1, n, channels]`; both as rows of shared arrays.
+    end: where its raw inputs end; 0 before any token.
+    num_uncertain: tokens of the last window whose inputs were left.
+    num_replay: those of them, the first ones, that count and are not in the state from before them.
     """
 
     is_sliceable = False
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-        self.snapshots: dict[int, LayerRecord] = {}
-        self.state: BatchRow | None = None
-        """After the committed tokens, but for the last `num_replay` of them."""
-        self.after: BatchRow | None = None
-        """After all tokens of the last window, if some could be dropped and none was."""
-        self.window: BatchRow | None = None
-        self.end = 0
-        """Raw inputs in `window` that belong to committed tokens, or to the open window's."""
-        self.stash: WindowTokens | None = None
-        self.num_replay = 0
-        """Committed tokens, the first of the stash, that `state` has not seen yet."""
+    def __init__(self) -> None:
+        self.end = self.num_uncertain = self.num_replay = 0
 
-    def pending(self) -> shapes.Stash | None:
-        return self.stash.part(self.num_replay) if self.stash is not None and self.num_replay else None
+    def commit(self, num_kept: int, num_window: int) -> None:
+        """Keep the first `num_kept` tokens; the next step or checkpoint replays them."""
+        num_dropped = num_window - num_kept
+        self.end -= num_dropped
+        self.num_replay = max(0, self.num_uncertain - num_dropped)
+
+
+class LayerArrays(NamedTuple):
+    """What a step leaves of its rows in a layer, `[B, …]` each.
+
+    state: before the tokens that may be dropped, if there are any; after, stash: then the state after them, and their
+    inputs. window: raw inputs of the convolution, context first.
+    """
+
+    state: mx.array
+    window: mx.array
+    after: mx.array | None = None
+    stash: Stash | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What a step leaves of rows of one shape. While the same rows step together, the arrays are passed on whole."""
+
+    num_rows: int
+    layers: dict[LayerKey, LayerArrays] = field(default_factory=dict)
+
+
+class BatchedState(RecurrentState):
+    """A row of a batch: on CPUs, on Metal, and in layers that our kernels don't do.
+
+    kept_all: whether no token of the last window was dropped. snapshots: of that window, by length.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.batch = Batch(0)
+        self.row = 0
+        self.kept_all = True
+        self.snapshots: dict[int, dict[LayerKey, RecurrentRecord]] = {}
+
+    def advance(self, batch: Batch, row: int, end: int, num_uncertain: int = 0) -> None:
+        """A step leaves a row of the batch, which its layers fill. end: of the raw inputs, with all of its tokens."""
+        self.batch, self.row, self.end, self.num_uncertain = batch, row, end, num_uncertain
+
+    def commit(self, num_kept: int, num_window: int) -> None:
+        super().commit(num_kept, num_window)
+        self.kept_all = num_kept == num_window
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is a state after all committed tokens, `settled`."""
-        return self.after is not None or not self.num_replay
+        """Whether the batch has the state after all committed tokens."""
+        return self.kept_all or not self.num_replay
 
-    @property
-    def settled(self) -> BatchRow | None:
-        return self.state if self.after is None else self.after
+    def states(self, layer: LayerKey, is_settled: bool) -> mx.array:
+        """The batch's states, of which this row's is after all committed tokens, or from before those to replay."""
+        arrays = self.batch.layers[layer]
+        return arrays.state if arrays.after is None or not (is_settled and self.kept_all) else arrays.after
 
-    def context(self, length: int) -> BatchRow | None:
-        """Raw inputs `[1, length, channels]` of the last committed tokens; None before the first."""
-        if self.window is None:
+    def alone(self, array: mx.array) -> mx.array:
+        """The row `[1, …]` of one of the batch's arrays, still in its memory."""
+        return array if self.batch.num_rows == 1 else array[self.row : self.row + 1]
+
+    def pending(self, layer: LayerKey) -> Stash | None:
+        """The inputs `[1, num_replay, …]` of the tokens to replay; None if there are none."""
+        stash = self.batch.layers[layer].stash
+        if stash is None or not self.num_replay:
             return None
-        if self.end == length == self.window.array.shape[1]:
-            return self.window
-        return BatchRow(self.window.alone()[:, self.end - length : self.end], 0)
+        return Stash(*(self.alone(array)[:, : self.num_replay] for array in stash))
 
-    def advance(
-        self, state: BatchRow, window: BatchRow, after: BatchRow | None = None, stash: WindowTokens | None = None
-    ) -> None:
-        """A step ran; `window` ends with its last raw input.
+    def checkpoint(self) -> Records:
+        """Replay, then copy; not evaluated."""
+        self._settle()
+        records = {}
+        for layer, arrays in self.batch.layers.items():
+            # later inputs are never read again
+            context = mx.contiguous(self._copy(arrays.window)[:, : self.end])
+            records[layer] = RecurrentRecord(self._copy(self.states(layer, is_settled=True)), context)
+        return records
 
-        after, stash: the state after the step's tokens, and these, if some may be dropped; `state` is then from before
-        them.
-        """
-        self.state, self.after, self.window, self.stash = state, after, window, stash
-        self.end = window.array.shape[1]
-        self.num_replay = 0 if stash is None else stash.num_tokens
+    def _copy(self, array: mx.array) -> mx.array:
+        """The row in its own memory: a slice would keep the other rows' alive."""
+        return array if self.batch.num_rows == 1 else copy_of(self.alone(array))
 
-    def take_snapshot(self, length: int) -> None:
-        """At `length`, where a scan is interrupted."""
-        assert self.state is not None and self.window is not None
-        self.snapshots[length] = RecurrentRecord(self.state.copy(), self.window.copy())
+    def _settle(self) -> None:
+        if self.is_settled:
+            return
+        layers = {}
+        for layer, arrays in self.batch.layers.items():
+            pending = self.pending(layer)
+            assert pending is not None
+            form = self._kernels.gated_delta(self.num_replay)
+            state = scan(form, pending.k, *pending, self.alone(arrays.state)).end_state
+            layers[layer] = LayerArrays(state, self.alone(arrays.window))
+        self.advance(Batch(1, layers), 0, self.end)
+        self.num_replay, self.kept_all = 0, True
 
-    def commit(self, num_kept: int, num_window: int) -> None:
-        """Keep the first `num_kept` tokens; the replay itself waits for the next step or checkpoint."""
-        num_dropped = num_window - num_kept
-        self.end -= num_dropped
-        if self.stash is not None and num_dropped:
-            self.after, self.num_replay = None, self.stash.num_tokens - num_dropped
+    def restore(self, records: Records) -> None:
+        """Start from records, which stay as they are."""
+        if records:
+            end = min(record.context.shape[1] for record in records.values())
+            layers = {layer: LayerArrays(one.state, one.context[:, -end:]) for layer, one in records.items()}
+            self.advance(Batch(1, layers), 0, end)
 
-    def settle(self) -> None:
-        """Replay what is pending, so that `state` is the state at the committed length."""
-        if not self.is_settled:
-            pending = self.pending()
-            assert pending is not None and self.state is not None
-            k, v, g, beta = (array[None] for array in pending)
-            form = self._kernels.gated_delta(k.shape[1])
-            self.state = BatchRow(scan(form, k, k, v, g, beta, self.state.alone()).end_state, 0)
-        self.state, self.after, self.stash, self.num_replay = self.settled, None, None, 0
+    def take_snapshots(self) -> Mapping[int, Records]:
+        taken, self.snapshots = self.snapshots, {}
+        return taken
 
-    def checkpoint(self, length: int) -> RecurrentRecord:
-        if self.state is None or self.window is None:
-            return RecurrentRecord(None, None)
-        self.settle()
-        # later inputs are never read again
-        return RecurrentRecord(self.state.copy(), mx.contiguous(self.window.copy()[:, : self.end]))
+    def cost(self) -> list[LayerCost]:
+        layers = self.batch.layers.values()
+        sizes = [[array.nbytes // array.shape[0] for array in (one.state, one.window)] for one in layers]
+        return [LayerCost(fixed=state + window, former=state) for state, window in sizes]
 
-    def restore(self, record: RecurrentRecord, length: int) -> None:
-        """Start from the record; its arrays are never written in place."""
-        self.state = None if record.state is None else BatchRow(record.state, 0)
-        self.window = None if record.context is None else BatchRow(record.context, 0)
-        self.end = 0 if record.context is None else record.context.shape[1]
-        self.after, self.stash, self.num_replay = None, None, 0
+    def arrays(self) -> list[mx.array]:
+        """The arrays that the next step starts from, and those of snapshots."""
+        found = [array for one in self.batch.layers.values() for array in (one.state, one.window, one.after)]
+        found += [array for one in self.batch.layers.values() for array in one.stash or ()]
+        found += [array for own in self.snapshots.values() for record in own.values() for array in record.arrays]
+        return [array for array in found if array is not None]
 
-    def cost(self) -> LayerCost:
-        state, window = (
-            0 if row is None else row.array.nbytes // row.array.shape[0] for row in (self.state, self.window)
+    def release(self) -> None:
+        """Nothing to free."""
+
+
+class PastRows:
+    """What rows of a step start from, in every layer. rows: their states, as they were before it."""
+
+    def __init__(self, rows: Sequence[BatchedState], num_context: int) -> None:
+        """num_context: raw inputs that a token needs of earlier ones."""
+        self._rows = rows
+        self._num_context = num_context
+        self.are_settled = all(one.is_settled for one in rows)
+        batch = rows[0].batch
+        self._are_batch = len(rows) == batch.num_rows and all(
+            one.batch is batch and one.row == row for row, one in enumerate(rows)
         )
-        return LayerCost(fixed=state + window, former=state)
 
-    def arrays(self) -> tuple[mx.array, ...]:
-        held = [row.array for row in (self.state, self.after, self.window) if row is not None]
-        return (*held, *(self.stash.inputs if self.stash is not None else ()))
+    def states(self, layer: LayerKey) -> mx.array:
+        """After all committed tokens, or from before those that are `pending`; `[B, …]`."""
+        first, *others = self._rows
+        if self._are_batch and (not self.are_settled or all(one.kept_all is first.kept_all for one in others)):
+            return first.states(layer, self.are_settled)
+        return _joined([one.alone(one.states(layer, self.are_settled)) for one in self._rows])
+
+    def contexts(self, layer: LayerKey) -> mx.array:
+        """The raw inputs before the rows' tokens, `[B, num_context, channels]`."""
+        windows, length = [one.batch.layers[layer].window for one in self._rows], self._num_context
+        if not self._are_batch:
+            pairs = zip(self._rows, windows, strict=True)
+            return _joined([one.alone(window)[:, one.end - length : one.end] for one, window in pairs])
+        first, *others = self._rows
+        if all(one.end == first.end for one in others):
+            return windows[0][:, first.end - length : first.end]
+        return mx.take_along_axis(windows[0], self._context_places, axis=1)
+
+    @cached_property
+    def _context_places(self) -> mx.array:
+        places = [place for one in self._rows for place in range(one.end - self._num_context, one.end)]
+        return to_device(places, mx.int32).reshape(len(self._rows), -1, 1)
+
+    def pending(self, layer: LayerKey, new: Prepared) -> Stash:
+        """The inputs `[B, n, …]` of tokens to replay, with no-ops (k = 0, g = 1, beta = 0) in rows that have fewer.
+
+        new: tokens of the step, of the same types.
+        """
+        longest, stash = max(one.num_replay for one in self._rows), self._rows[0].batch.layers[layer].stash
+        if not self._are_batch or stash is None:
+            columns = zip(*(one.pending(layer) or (None,) * 4 for one in self._rows), strict=True)
+            likes = zip(columns, new[1:], (0.0, 0.0, 1.0, 0.0), strict=True)
+            return Stash(*(_padded(column, longest, like, fill) for column, like, fill in likes))
+        k, v, g, beta = (array[:, :longest] for array in stash)
+        if any(one.num_replay < longest for one in self._rows):
+            k = mx.where(self._counted[..., None, None], k, 0)
+            g, beta = mx.where(self._counted[..., None], g, 1), mx.where(self._counted[..., None], beta, 0)
+        return Stash(k, v, g, beta)
+
+    @cached_property
+    def _counted(self) -> mx.array:
+        """Which tokens count, `[B, longest]`."""
+        counts = [one.num_replay for one in self._rows]
+        return mx.arange(max(counts)) < mx.array(counts)[:, None]
+
+
+def _joined(parts: Sequence[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
+
+
+def _padded(rows: Sequence[mx.array | None], length: int, like: mx.array, fill: float) -> mx.array:
+    """Rows `[1, n, …]`, or None, each behind `fill`: `[B, length, …]`."""
+    padded = []
+    for row in rows:
+        tokens = mx.zeros((1, 0, *like.shape[2:]), like.dtype) if row is None else row
+        widths = [(0, 0), (length - tokens.shape[1], 0)] + [(0, 0)] * (tokens.ndim - 2)
+        padded.append(mx.pad(tokens, widths, constant_values=fill))
+    return mx.concatenate(padded)

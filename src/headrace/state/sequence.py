@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from headrace.state.attention import FullAttentionState, KVRecord, copy_layers, joined
-from headrace.state.delta import DeltaSlot
+from headrace.state.delta import TableState
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord, LayerState
-from headrace.state.recurrent import RecurrentRecord
+from headrace.state.recurrent import BatchedState, RecurrentRecord
 from headrace.state.slabs import StatePool, slot_capacity
 
 State = TypeVar("State", bound=LayerState)
+Recurrent = TypeVar("Recurrent", BatchedState, TableState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +115,8 @@ class SequenceState:
         self._slot = pool.allocate(max(1, num_expected_tokens))
         self._is_released = False
         self._layers: dict[LayerKey, LayerState] = {}
-        self._delta: DeltaSlot | None = None
-        """The gated delta layers, where our kernels keep them."""
+        self._recurrent: BatchedState | TableState | None = None
+        """Of all gated delta layers."""
         self._closing: list[Any] | None = None
         """The states that are not sliceable, which `commit` closes; None after a change."""
         self._sources: dict[LayerKey, list[LayerRecord]] = {}
@@ -172,20 +173,20 @@ class SequenceState:
     def has_layer(self, key: LayerKey) -> bool:
         return key in self._layers
 
-    def delta(self, num_context: int) -> DeltaSlot:
-        """The running states of all gated delta layers. num_context: raw inputs that a token needs of earlier ones."""
-        if self._delta is None:
-            tables = self.pool.delta
-            self._delta, self._closing = DeltaSlot(tables, tables.allocate()), None
-            for key, (record, *_) in list(self._sources.items()):
-                if isinstance(record, RecurrentRecord):
-                    self._delta.pending[key] = record
-                    self._delta.end = 0 if record.state is None else num_context
-                    del self._sources[key]
-        return self._delta
+    def recurrent(self, make: Callable[[], Recurrent]) -> Recurrent:
+        """The running states of all gated delta layers, made and filled like a layer's."""
+        if self._recurrent is None:
+            self._recurrent, self._closing = make(), None
+            sources = {key: record for key, (record, *_) in self._sources.items()}
+            records = {key: record for key, record in sources.items() if isinstance(record, RecurrentRecord)}
+            for key in records:
+                del self._sources[key]
+            self._recurrent.restore(records)
+        found: Recurrent = self._recurrent  # type: ignore[assignment]
+        return found
 
     def _holders(self) -> list[Any]:
-        return [*self._layers.values(), *([] if self._delta is None else [self._delta])]
+        return [*self._layers.values(), *([] if self._recurrent is None else [self._recurrent])]
 
     def full_attention(self, key: LayerKey, first: int = 0) -> FullAttentionState:
         """The state of a full attention layer, in this row's slot; `first` says where a new one begins."""
@@ -223,8 +224,8 @@ class SequenceState:
             raise RuntimeError("a window is open: commit or roll back before a checkpoint")
         self._check_layers()
         layers = {key: state.checkpoint(self.length) for key, state in self._layers.items() if wants(state)}
-        if self._delta is not None:
-            layers.update(self._delta.checkpoint())
+        if self._recurrent is not None:
+            layers.update(self._recurrent.checkpoint())
         self.pool.launch([array for record in layers.values() for array in record.arrays])
         return SequenceRecord(self.length, layers)
 
@@ -238,8 +239,8 @@ class SequenceState:
         }
         for state in self._layers.values():
             state.snapshots.clear()
-        if self._delta is not None:
-            for length, records in self._delta.take_snapshots().items():
+        if self._recurrent is not None:
+            for length, records in self._recurrent.take_snapshots().items():
                 snapshots[length].update(records)
         self.pool.launch(
             [array for records in snapshots.values() for record in records.values() for array in record.arrays]
@@ -310,12 +311,13 @@ class SequenceState:
         """The layers' arrays that don't lie in a pool, and a draft model's; rows of a batch may share some of them."""
         own = (state for state in self._layers.values() if not state.cost().in_slots)
         arrays = [array for state in own for array in state.arrays()]
+        arrays += self._recurrent.arrays() if isinstance(self._recurrent, BatchedState) else []
         return arrays if self.companion is None else arrays + self.companion.state.own_arrays()
 
     def cost(self) -> StateCost:
         """What a state like this takes at any length; asked after the first window."""
-        of_delta = [] if self._delta is None else self._delta.cost()
-        return StateCost((*(state.cost() for state in self._layers.values()), *of_delta), self.pool.has_batches)
+        recurrent = [] if self._recurrent is None else self._recurrent.cost()
+        return StateCost((*(state.cost() for state in self._layers.values()), *recurrent), self.pool.has_batches)
 
     def snapshot_arrays(self) -> list[mx.array]:
         snapshots = [record for state in self._layers.values() for record in state.snapshots.values()]
@@ -341,9 +343,9 @@ class SequenceState:
     def _clear(self) -> None:
         self.drop_companion()
         self._layers.clear()
-        if self._delta is not None:
-            self.pool.delta.free(self._delta.index)
-        self._delta = self._closing = self._restored = None
+        if self._recurrent is not None:
+            self._recurrent.release()
+        self._recurrent = self._closing = self._restored = None
         self._sources = {}
 
 

@@ -166,10 +166,11 @@ class StateForm:
             names = self._check_span(entry, about["span"], found)
             description = self.description if entry.is_tail else []
             stored = about["snapshot"]
-            if len(stored) != len(description):
+            expected = {tuple(layer["key"]): layer for layer in description}
+            if {tuple(layer["key"]) for layer in stored} != expected.keys() or len(stored) != len(expected):
                 raise BadFile("its snapshot is of other layers than the model's")
-            for layer, expected in zip(stored, description, strict=True):
-                _SnapshotCheck(self, entry.end, found).check(layer, expected)
+            for layer in stored:
+                _SnapshotCheck(self, entry.end, found).check(layer, expected[tuple(layer["key"])])
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             raise BadFile(f"its description can't be read: {error}") from error
         names |= self.arrays.keys() if entry.is_tail else set()
@@ -201,7 +202,7 @@ class _SnapshotCheck:
 
     def check(self, stored: Any, expected: Any) -> None:
         """Check a layer. Raises BadFile, or any error of reading malformed JSON."""
-        if stored["key"] != expected["key"] or stored["sort"] != expected["sort"]:
+        if stored["sort"] != expected["sort"]:
             raise BadFile("its snapshot is of other layers than the model's")
         match expected["sort"]:
             case "kv":

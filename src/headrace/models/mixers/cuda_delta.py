@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +15,8 @@ from headrace.backend.cuda import delta, shapes
 from headrace.backend.cuda.put import Part, put
 from headrace.models.fused_linear import FusedLinear, can_fuse
 from headrace.models.mixers.fused import KindInputs, LayerInputs, Table, is_window, padded_size, padded_stops
-from headrace.models.step import PackedStep, RowSpan, View
-from headrace.state.delta import DeltaSlot, DeltaTables, Stops, arrays_of
+from headrace.models.step import PackedStep, View
+from headrace.state.delta import DeltaTables, Stops, TableState, arrays_of
 from headrace.state.layer import LayerKey
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -52,7 +53,7 @@ class DeltaPlan:
     slots: of the rows; those to restore have `pending` records. left: at the rows' snapshot points.
     """
 
-    slots: Sequence[DeltaSlot]
+    slots: Sequence[TableState]
     rows: Table
     stops: Table = ()
     longest: int = 0
@@ -70,32 +71,28 @@ class DeltaPlan:
 
 def _plan(step: PackedStep, num_context: int) -> DeltaPlan:
     """Open each row's window; all layers of a step share the plan, see `PackedStep.once`."""
-    slots = [span.state.delta(num_context) for span in step.spans]
-    if all(is_window(span) for span in step.spans):
-        windows = [_window(span, slot, num_context) for span, slot in zip(step.spans, slots, strict=True)]
-        return DeltaPlan(slots, tuple(windows))
-    if replayed := [array for slot in slots for array in slot.settle()]:
-        mx.async_eval(replayed)
-    if any(span.num_tokens - span.num_certain >= shapes.LONGEST_WINDOW for span in step.spans):
-        raise ValueError(f"more than {shapes.LONGEST_WINDOW - 1} draft tokens in a row of gated delta layers")
+    slots = [span.state.recurrent(partial(TableState, span.state.pool.delta, num_context)) for span in step.spans]
+    are_windows = all(is_window(span) for span in step.spans)
+    if not are_windows:
+        if replayed := [array for slot in slots for array in slot.settle()]:
+            mx.async_eval(replayed)
+        if any(span.num_tokens - span.num_certain >= shapes.LONGEST_WINDOW for span in step.spans):
+            raise ValueError(f"more than {shapes.LONGEST_WINDOW - 1} draft tokens in a row of gated delta layers")
     rows: list[tuple[int, ...]] = []
     stops: list[tuple[int]] = []
     left = Stops()
     for span, slot in zip(step.spans, slots, strict=True):
-        own = [(length - span.start,) for length in span.state.snapshot_points]
-        found = slot.step(span.num_tokens, span.num_certain, num_context + span.num_tokens - span.num_certain)
-        place = (found.context_end, found.slot, found.old, found.new, len(stops), len(own))
-        rows.append((span.lo, span.num_tokens, span.num_certain, *place))
-        points = enumerate(span.state.snapshot_points, start=len(stops))
-        slot.snapshot_points = {length: (left, number) for number, length in points}
-        stops += own
+        num_uncertain, points = span.num_tokens - span.num_certain, span.state.snapshot_points
+        # of a chunk only the uncertain tokens' raw inputs are kept
+        num_raw = span.num_tokens if are_windows else num_uncertain
+        num_replay, *place = slot.advance(num_context + num_raw, num_uncertain)
+        more = (num_replay, *place) if are_windows else (*place, len(stops), len(points))
+        rows.append((span.lo, span.num_tokens, span.num_certain, *more))
+        slot.snapshot_points = {length: (left, number) for number, length in enumerate(points, len(stops))}
+        stops += [(length - span.start,) for length in points]
+    if are_windows:
+        return DeltaPlan(slots, tuple(rows))
     return DeltaPlan(slots, tuple(rows), tuple(stops) or ((0,),), max(span.num_tokens for span in step.spans), left)
-
-
-def _window(span: RowSpan, slot: DeltaSlot, num_context: int) -> tuple[int, ...]:
-    found = slot.step(span.num_tokens, span.num_certain, num_context + span.num_tokens)
-    place = (found.num_replay, found.context_end, found.slot, found.old, found.new)
-    return (span.lo, span.num_tokens, span.num_certain, *place)
 
 
 class CudaDeltaMixer(nn.Module):
@@ -128,7 +125,7 @@ class CudaDeltaMixer(nn.Module):
             return output
         plan = step.once(_plan, self.num_context)
         tables = [step.shared(plan.rows)] + ([step.shared(plan.stops)] if plan.stops else [])
-        restore([slot for slot in plan.slots if slot.pending], {layer: self})
+        restore(plan.slots, {layer: self})
         inputs = LayerInputs(tables, arrays_of(self.table(plan.tables, layer)), (plan.longest,))
         output, outputs = self.compute(x, step.positions, inputs, residual)
         plan.keep(layer, outputs)
@@ -160,10 +157,10 @@ class CudaDeltaMixer(nn.Module):
         return tables.prepare(layer, self._shape, self._dtype)
 
 
-def restore(slots: Sequence[DeltaSlot], mixers: Mapping[LayerKey, CudaDeltaMixer]) -> None:
+def restore(slots: Sequence[TableState], mixers: Mapping[LayerKey, CudaDeltaMixer]) -> None:
     """Write restored records into the layers' tables, before a step reads them."""
     parts: list[Part] = []
-    for slot in slots:
+    for slot in (slot for slot in slots if slot.pending):
         for layer, mixer in mixers.items():
             mixer.table(slot.tables, layer)
             parts += slot.parts(layer)
@@ -180,7 +177,7 @@ class DeltaLayers:
 
     def inputs(self, step: PackedStep) -> KindInputs | None:
         plan = step.once(_plan, self._num_context)
-        restore([slot for slot in plan.slots if slot.pending], self._mixers)
+        restore(plan.slots, self._mixers)
         of_layers = [mixer.table(plan.tables, layer) for layer, mixer in self._mixers.items()]
         arrays = [array for table in of_layers for array in arrays_of(table)]
         size = padded_size(step.spans)
