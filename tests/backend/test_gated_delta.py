@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 from headrace.backend import gated_delta
+from headrace.backend.cuda.shapes import DeltaHeads, Prepared, Stash
 from headrace.backend.delta_rule import CHUNK
 from headrace.backend.gated_delta import Form, Scan, scan
 from headrace.backend.kernels import Kernels
@@ -40,6 +41,11 @@ class Case:
 
     def scan(self, form: Form, **options: Any) -> Scan:
         return scan(form, *self.arrays(), mx.array(self.state), **options)
+
+    def scan_behind(self, form: Form, num_pending: int) -> tuple[Scan, mx.array]:
+        """The first tokens as pending ones."""
+        pending, tokens = self.arrays(0, num_pending), self.arrays(num_pending)
+        return gated_delta.scan_behind(form, Stash(*pending[1:]), Prepared(*tokens), mx.array(self.state))
 
     def make_no_ops(self, where: Any) -> None:
         self.k[where], self.g[where], self.beta[where] = 0, 1, 0
@@ -105,7 +111,6 @@ def test_every_form_computes_the_recurrence(form: Form, gates: str, num_tokens: 
     result = case.scan(form)
     np.testing.assert_allclose(np.array(result.y), expected, atol=3e-6)
     np.testing.assert_allclose(np.array(result.end_state), states[-1], atol=5e-6)
-    assert result.kept_state is None
 
 
 @pytest.mark.parametrize("start", [1, 5, 31, 32, 45])
@@ -113,32 +118,22 @@ def test_every_form_computes_the_recurrence(form: Form, gates: str, num_tokens: 
 def test_the_chunked_form_is_right_wherever_it_starts(start: int, num_tokens: int) -> None:
     case = make_case(num_tokens, rows=2)
     expected, states = recurrence(case)
-    for keep in {0, 1, num_tokens // 2, num_tokens}:
-        result = case.scan("chunked", start=start, keep=keep)
-        np.testing.assert_allclose(np.array(result.y), expected, atol=3e-6)
-        np.testing.assert_allclose(np.array(result.end_state), states[-1], atol=5e-6)
-        np.testing.assert_allclose(np.array(result.kept_state), states[keep], atol=5e-6)
+    result = case.scan("chunked", start=start)
+    np.testing.assert_allclose(np.array(result.y), expected, atol=3e-6)
+    np.testing.assert_allclose(np.array(result.end_state), states[-1], atol=5e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_tokens", [1, 5, 40])
-def test_the_kept_state_is_the_state_after_so_many_tokens(form: Form, num_tokens: int) -> None:
+@pytest.mark.parametrize("num_tokens", [2, 5, 40])
+def test_tokens_behind_pending_ones_give_what_they_give_in_one_scan(form: Form, num_tokens: int) -> None:
     case = make_case(num_tokens, rows=2)
     _, states = recurrence(case)
     without = case.scan(form)
-    for keep in range(num_tokens + 1):
-        result = case.scan(form, keep=keep)
-        np.testing.assert_allclose(np.array(result.kept_state), states[keep], atol=5e-6)
-        assert same_bits(result.y, without.y)
+    for num_pending in range(1, num_tokens):
+        result, between = case.scan_behind(form, num_pending)
+        np.testing.assert_allclose(np.array(between), states[num_pending], atol=5e-6)
+        assert same_bits(result.y, without.y[:, num_pending:])
         assert same_bits(result.end_state, without.end_state)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_keeping_the_ends_gives_the_very_states(form: Form) -> None:
-    case = make_case(6)
-    assert same_bits(case.scan(form, keep=0).kept_state, mx.array(case.state))
-    last = case.scan(form, keep=6)
-    assert same_bits(last.kept_state, last.end_state)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 64])
@@ -156,8 +151,10 @@ def test_the_reference_is_bit_equal_to_mlx_lm(num_tokens: int, key_heads: int) -
 def test_no_op_tokens_leave_the_state_bit_for_bit(form: Form, num_tokens: int) -> None:
     case = make_case(num_tokens, rows=2)
     case.make_no_ops(np.s_[:])
-    assert same_bits(case.scan(form, keep=1).end_state, mx.array(case.state))
-    assert same_bits(case.scan(form, keep=1).kept_state, mx.array(case.state))
+    assert same_bits(case.scan(form).end_state, mx.array(case.state))
+    if num_tokens > 1:
+        result, between = case.scan_behind(form, 1)
+        assert same_bits(result.end_state, mx.array(case.state)) and same_bits(between, mx.array(case.state))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -183,14 +180,15 @@ def test_no_ops_between_tokens_change_no_bit_of_a_sequential_form(form: Form) ->
     assert same_bits(dense.scan(form).y, padded.scan(form).y[:, mx.array(places)])
 
 
-@pytest.mark.parametrize("num_real", [5, 6, 7, 8])
+@pytest.mark.parametrize("num_real", [5, 6, 7])
 def test_trailing_no_ops_within_a_chunk_change_no_bit(num_real: int) -> None:
     padded = make_case(8)
     padded.make_no_ops(np.s_[:, num_real:])
     alone = scan("chunked", *padded.arrays(0, num_real), mx.array(padded.state))
-    together = padded.scan("chunked", keep=num_real)
+    together = padded.scan("chunked")
+    _, between = padded.scan_behind("chunked", num_real)
     assert same_bits(alone.end_state, together.end_state)
-    assert same_bits(alone.end_state, together.kept_state)
+    assert same_bits(alone.end_state, between)
     assert same_bits(alone.y, together.y[:, :num_real])
 
 
@@ -204,7 +202,6 @@ def test_a_scan_cut_on_the_grid_gives_the_same_bits(start: int, num_tokens: int)
         second = scan("chunked", *case.arrays(cut), first.end_state, start=start + cut)
         assert same_bits(mx.concatenate([first.y, second.y], axis=1), whole.y)
         assert same_bits(second.end_state, whole.end_state)
-        assert same_bits(case.scan("chunked", start=start, keep=cut).kept_state, first.end_state)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -219,12 +216,6 @@ def test_half_precision_tokens_give_half_precision_outputs_and_a_float32_state(f
     expected, states = recurrence(rounded)
     np.testing.assert_allclose(np.array(result.y.astype(mx.float32)), expected, atol=2e-2)
     np.testing.assert_allclose(np.array(result.end_state), states[-1], atol=5e-6 if form != "reference" else 2e-2)
-
-
-@pytest.mark.parametrize("keep", [-1, 4])
-def test_keeping_a_state_outside_the_scan_is_refused(keep: int) -> None:
-    with pytest.raises(ValueError, match=f"keep={keep}"):
-        make_case(3).scan("chunked", keep=keep)
 
 
 def test_an_unknown_form_is_refused_by_name() -> None:
@@ -265,7 +256,7 @@ def test_the_library_s_form_keeps_slow_decays_in_bfloat16() -> None:
     assert np.abs(np.array(careless.astype(mx.float32)) - y).max() > 0.03 * np.abs(y).max()
 
 
-HEADS = gated_delta.ScanHeads(1, 2, KEY_DIM, VALUE_DIM, mx.bfloat16)
+HEADS = DeltaHeads(1, 2, KEY_DIM, VALUE_DIM)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +266,7 @@ def test_the_library_s_form_takes_long_scans_where_it_is_faster(
     seconds: dict[Form, float], pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gated_delta, "_seconds", lambda form, inputs: seconds[form])
-    assert gated_delta.library_pays(HEADS) is pays
+    assert gated_delta.library_pays(HEADS, mx.bfloat16) is pays
     kernels = Kernels("fast", "metal", scans_by_library=pays)
     assert [kernels.gated_delta(number) for number in (1, 8, 2048)] == [
         "metal",
@@ -291,4 +282,4 @@ def test_the_library_s_form_is_not_taken_for_its_speed_where_it_is_wrong(
     right = mx.fast.gated_delta_update
     monkeypatch.setattr(gated_delta, "_seconds", lambda form, inputs: {"metal": 2.0, "library": 1.0}[form])
     monkeypatch.setattr(mx.fast, "gated_delta_update", lambda q, k, v, g, *others: right(q, k, v, fault(g), *others))
-    assert not gated_delta.library_pays(HEADS)
+    assert not gated_delta.library_pays(HEADS, mx.bfloat16)

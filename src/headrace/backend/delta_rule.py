@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 
-from headrace.backend.cuda.shapes import Prepared
+from headrace.backend.cuda.shapes import DeltaHeads, Prepared
 
 CHUNK = 32
 """Tokens per chunk of the chunked form; its grid stands at absolute multiples of this."""
@@ -45,24 +46,40 @@ def convolved(inputs: mx.array, taps: mx.array) -> mx.array:
     return total.astype(dtype)
 
 
+_L2_EPSILON = 1e-6
+"""Added to the sum of squares when q and k are normalised, as in the reference implementation."""
+
+
+def split_heads(heads: DeltaHeads, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """The convolution's activations `[B, n, channels]` as queries and keys `[B, n, num_k_heads, head_k_dim]`, of unit
+    length and queries scaled, and values `[B, n, num_v_heads, head_v_dim]`."""
+    num_rows, num_tokens, _ = mixed.shape
+    q_and_k, v = mx.split(mixed, [2 * heads.num_k_heads * heads.head_k_dim], axis=-1)
+    shape = (num_rows, num_tokens, -1, heads.num_k_heads, heads.head_k_dim)
+    normed = mx.fast.rms_norm(q_and_k.reshape(shape), None, _L2_EPSILON / heads.head_k_dim)
+    normed = normed * _scales(heads.head_k_dim).astype(normed.dtype)
+    return normed[:, :, 0], normed[:, :, 1], v.reshape(num_rows, num_tokens, heads.num_v_heads, heads.head_v_dim)
+
+
+@cache
+def _scales(head_k_dim: int) -> mx.array:
+    """Of normalised queries, which the scan's read is scaled by once more, and of keys."""
+    return mx.array([[[head_k_dim**-1.0]], [[head_k_dim**-0.5]]])
+
+
 # One token after the other
 
 Step = Callable[[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
 
-def sequential(
-    step: Step, tokens: Prepared, state: mx.array, keep: int | None
-) -> tuple[mx.array, mx.array, mx.array | None]:
-    """y, the end state and the one after `keep` tokens, as `Scan` in gated_delta.py has them."""
-    kept, outputs = (state if keep == 0 else None), []
+def sequential(step: Step, tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
+    """y and the end state, as `Scan` in gated_delta.py has them."""
+    outputs = []
     for t in range(tokens.q.shape[1]):
         token = Prepared(*(x.squeeze(1) if x.shape[1] == 1 else x[:, t] for x in tokens))
         y, state = step(*token, state)
         outputs.append(y)
-        if keep == t + 1:
-            kept = state
-    y = outputs[0][:, None] if len(outputs) == 1 else mx.stack(outputs, axis=1)
-    return y, state, kept
+    return outputs[0][:, None] if len(outputs) == 1 else mx.stack(outputs, axis=1), state
 
 
 @mx.compile
@@ -116,7 +133,7 @@ def _rank_one(
 def chunked(
     tokens: Prepared, state: mx.array, keep: int | None, start: int
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """y, the end state and the one after `keep` tokens, as `Scan` in gated_delta.py has them."""
+    """y and the end state, as `Scan` in gated_delta.py has them, and the state after `keep` tokens."""
     dtype = tokens.q.dtype
     tokens = per_value_head(tokens.map(lambda x: x.astype(mx.float32)))
     kept, outputs = (state if keep == 0 else None), []

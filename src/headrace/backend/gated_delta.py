@@ -11,8 +11,7 @@ That is how rejected drafts and padding are taken out of a scan.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import mlx.core as mx
@@ -20,8 +19,8 @@ import numpy as np
 from mlx_lm.models.gated_delta import _gated_delta_step_ops, gated_delta_kernel
 
 from headrace.backend.cuda import delta as cuda_delta
-from headrace.backend.cuda.shapes import Prepared, Stash
-from headrace.backend.delta_rule import chunked, fused_step, part, per_value_head, sequential
+from headrace.backend.cuda.shapes import DeltaHeads, Prepared, Stash
+from headrace.backend.delta_rule import chunked, fused_step, per_value_head, sequential
 
 _KERNEL_LANES = 32
 """mlx-lm's Metal kernel spreads Dk over the lanes of a SIMD group and can't do other widths."""
@@ -30,15 +29,10 @@ Form = Literal["reference", "fused", "chunked", "metal", "library", "cuda"]
 
 
 class Scan(NamedTuple):
-    """What a scan gives.
-
-    y: [B, T, Hv, Dv], in q's type. end_state: [B, Hv, Dv, Dk] float32, after all T tokens.
-    kept_state: the state after the first `keep` tokens, or None if it was not asked for.
-    """
+    """What a scan gives: y `[B, T, Hv, Dv]`, in q's type, and float32 `[B, Hv, Dv, Dk]`, the state after all tokens."""
 
     y: mx.array
     end_state: mx.array
-    kept_state: mx.array | None
 
 
 def scan(
@@ -50,7 +44,6 @@ def scan(
     beta: mx.array,
     state: mx.array,
     *,
-    keep: int | None = None,
     start: int = 0,
 ) -> Scan:
     """Run T tokens of B rows through the recurrence.
@@ -59,50 +52,45 @@ def scan(
     reads key head h // (Hv / Hk)); g (the decay itself, not its logarithm), beta: [B, T, Hv]; state: [B, Hv, Dv, Dk]
     float32. T is at least 1.
 
-    keep: also return the state after so many tokens, 0 ≤ keep ≤ T.
     start: absolute position of the first token. Only the chunked form depends on it: a sequence computed in parts that
     are cut at multiples of CHUNK then gives the very bits of one scan. Leave it at 0 where that doesn't matter (a
     verify window): the scan is then cut into fewer chunks.
     """
-    num_tokens = q.shape[1]
-    if keep is not None and not 0 <= keep <= num_tokens:
-        raise ValueError(f"keep={keep} is not within the {num_tokens} tokens of the scan")
     tokens = Prepared(q, k, v, g, beta)
-    if form == "chunked":
-        return Scan(*chunked(tokens, state, keep, start))
-    if form == "cuda":
-        return _cuda(tokens, state, keep)
-    if form == "metal":
-        return _in_two(_metal, tokens, state, keep)
-    if form == "library":
-        return _in_two(_library, tokens, state, keep)
-    if form == "fused":
-        return Scan(*sequential(fused_step, tokens, state, keep))
-    if form == "reference":
-        return Scan(*sequential(_gated_delta_step_ops, per_value_head(tokens), state, keep))
+    match form:
+        case "chunked":
+            return Scan(*chunked(tokens, state, None, start)[:2])
+        case "cuda":
+            return Scan(*_cuda(tokens, state, None)[:2])
+        case "metal" if k.shape[-1] % _KERNEL_LANES == 0:
+            return Scan(*gated_delta_kernel(*tokens, state))
+        case "metal" | "reference":
+            return Scan(*sequential(_gated_delta_step_ops, per_value_head(tokens), state))
+        case "library":
+            return _library(tokens, state)
+        case "fused":
+            return Scan(*sequential(fused_step, tokens, state))
     raise ValueError(f"unknown form {form!r} of the gated delta rule")
 
 
-def scan_behind(form: Form, pending: Stash, tokens: Prepared, state: mx.array) -> Scan:
-    """Replay pending tokens `[B, n, …]`, then run new ones; `kept_state` is the state between."""
-    k, v, g, beta = pending
+def scan_behind(form: Form, pending: Stash, tokens: Prepared, state: mx.array) -> tuple[Scan, mx.array]:
+    """Replay pending tokens `[B, n, …]`, then run new ones; also returns the state between."""
     # the output of a pending token is not used, so its key stands in for its query
-    replayed = Prepared(k, k, v, g, beta)
-    if form == "metal":  # a launch more is less than five arrays joined and cut again
+    replayed, num_pending = Prepared(pending.k, *pending), pending.k.shape[1]
+    if form not in ("chunked", "cuda"):
         kept = scan(form, *replayed, state).end_state
-        return scan(form, *tokens, kept)._replace(kept_state=kept)
+        return scan(form, *tokens, kept), kept
     joined = Prepared(*(mx.concatenate([old, new], axis=1) for old, new in zip(replayed, tokens, strict=True)))
-    found = scan(form, *joined, state, keep=k.shape[1])
-    return found._replace(y=found.y[:, k.shape[1] :])
+    run = partial(chunked, start=0) if form == "chunked" else _cuda
+    y, end_state, between = run(joined, state, num_pending)
+    assert between is not None
+    return Scan(y[:, num_pending:], end_state), between
 
 
-# GPUs
-
-
-def _cuda(tokens: Prepared, state: mx.array, keep: int | None) -> Scan:
-    """Our kernel where its shape allows and there is CUDA, else the chunked form."""
+def _cuda(tokens: Prepared, state: mx.array, keep: int | None) -> tuple[mx.array, mx.array, mx.array | None]:
+    """As `chunked`: our kernel where its shape allows and there is CUDA, else the chunked form."""
     if not mx.cuda.is_available() or cuda_delta.refusal(tokens.k.shape[-1], tokens.v.shape[-1]) is not None:
-        return Scan(*chunked(tokens, state, keep, 0))
+        return chunked(tokens, state, keep, 0)
     rows, num_tokens = tokens.v.shape[:2]
     stops = [num_tokens] if keep is None else [keep, num_tokens]
     plan = [
@@ -113,41 +101,17 @@ def _cuda(tokens: Prepared, state: mx.array, keep: int | None) -> Scan:
     table = state * mx.array(1, state.dtype)
     y, states = cuda_delta.scan_chunks(mx.array(plan, mx.int32), mx.array(stops * rows, mx.int32), packed, table)
     left = states.reshape(rows, len(stops), *state.shape[1:])
-    return Scan(y.reshape(tokens.v.shape), left[:, -1], None if keep is None else left[:, 0])
+    return y.reshape(tokens.v.shape), left[:, -1], None if keep is None else left[:, 0]
 
 
-def _metal(tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
-    """mlx-lm's kernel where its shape allows, else the reference."""
-    if tokens.k.shape[-1] % _KERNEL_LANES:
-        return sequential(_gated_delta_step_ops, per_value_head(tokens), state, None)[:2]
-    y, end_state = gated_delta_kernel(*tokens, state)
-    return y, end_state
-
-
-def _library(tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
+def _library(tokens: Prepared, state: mx.array) -> Scan:
     """MLX's own function, in float32 throughout, since it rounds decays to the activations' type.
 
     In bfloat16 a decay of 0.998 leaves outputs 22 % off after 2,048 tokens.
     """
     single = tokens.map(lambda x: x.astype(mx.float32))
     y, end_state = mx.fast.gated_delta_update(*single, state)
-    return y.astype(tokens.q.dtype), end_state
-
-
-def _in_two(
-    whole: Callable[[Prepared, mx.array], tuple[mx.array, mx.array]],
-    tokens: Prepared,
-    state: mx.array,
-    keep: int | None,
-) -> Scan:
-    """A kernel that only gives the end state is run up to `keep` and then on from there."""
-    num_tokens = tokens.q.shape[1]
-    if keep is None or keep in (0, num_tokens):
-        y, end_state = whole(tokens, state)
-        return Scan(y, end_state, {None: None, 0: state}.get(keep, end_state))
-    first, kept = whole(part(tokens, 0, keep), state)
-    second, end_state = whole(part(tokens, keep, num_tokens), kept)
-    return Scan(mx.concatenate([first, second], axis=1), end_state, kept)
+    return Scan(y.astype(tokens.q.dtype), end_state)
 
 
 # Which of Metal's forms takes long scans
@@ -158,23 +122,13 @@ _SLOWEST_DECAY = 0.9995
 """Of the trial's decays: errors add up over some 2,000 tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScanHeads:
-    """The heads of a gated delta layer, and its activations' type."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: mx.Dtype
-
-
-def library_pays(heads: ScanHeads) -> bool:
+def library_pays(heads: DeltaHeads, dtype: mx.Dtype) -> bool:
     """Whether MLX's function computes long scans here in less time than mlx-lm's kernel, with at most twice its error.
 
+    dtype: of activations.
     Runs both. MLX has kernels for some numbers of heads only, and long loops of operations for the others.
     """
-    inputs = _trial(heads)
+    inputs = _trial(heads, dtype)
     exact = scan("chunked", *(x.astype(mx.float32) for x in inputs)).y
     errors = {form: _error(scan(form, *inputs).y, exact) for form in _TRIED}
     if not errors["library"] <= 2 * errors["metal"]:  # nor with numbers that are none
@@ -185,18 +139,18 @@ def library_pays(heads: ScanHeads) -> bool:
 _TRIED: tuple[Form, Form] = ("metal", "library")
 
 
-def _trial(heads: ScanHeads) -> list[mx.array]:
+def _trial(heads: DeltaHeads, dtype: mx.Dtype) -> list[mx.array]:
     """Inputs of a scan as layers make them, and a state."""
     of_key, of_value, *rest = mx.random.split(mx.random.key(0), 6)
-    keys = (1, _TRIAL_TOKENS, heads.num_key_heads, heads.key_dim)
-    values = (1, _TRIAL_TOKENS, heads.num_value_heads, heads.value_dim)
+    keys = (1, _TRIAL_TOKENS, heads.num_k_heads, heads.head_k_dim)
+    values = (1, _TRIAL_TOKENS, heads.num_v_heads, heads.head_v_dim)
     q, k = (mx.fast.rms_norm(mx.random.normal(keys, key=each), None, 0.0) for each in (of_key, of_value))
     v = mx.random.normal(values, key=rest[0])
     decay = 1 - (1 - _SLOWEST_DECAY) * 10 ** (3 * mx.random.uniform(shape=values[:3], key=rest[1]))
     beta = mx.random.uniform(shape=values[:3], key=rest[2])
-    state = mx.random.normal((1, heads.num_value_heads, heads.value_dim, heads.key_dim), key=rest[3])
-    activations = (q / heads.key_dim, k * heads.key_dim**-0.5, v)
-    made = [*(x.astype(heads.dtype) for x in activations), decay, beta.astype(heads.dtype), state]
+    state = mx.random.normal((1, heads.num_v_heads, heads.head_v_dim, heads.head_k_dim), key=rest[3])
+    activations = (q / heads.head_k_dim, k * heads.head_k_dim**-0.5, v)
+    made = [*(x.astype(dtype) for x in activations), decay, beta.astype(dtype), state]
     mx.eval(made)
     return made
 

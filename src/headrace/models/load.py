@@ -12,8 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from headrace.backend.cuda.shapes import DeltaHeads
 from headrace.backend.device import Device
-from headrace.backend.gated_delta import ScanHeads, library_pays
+from headrace.backend.gated_delta import library_pays
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.collectives import Collective, collectives_of
@@ -230,8 +231,7 @@ def _scans_by_library(model: Any) -> bool:
     inner = next((path.module for path in mixers_of(model) if levels.get(type(path.module)) is Level.PACKED), None)
     if inner is None:
         return False
-    heads = (inner.num_k_heads, inner.num_v_heads, inner.head_k_dim, inner.head_v_dim)
-    return library_pays(ScanHeads(*heads, inner.conv1d.weight.dtype))
+    return library_pays(DeltaHeads.of(inner), inner.conv1d.weight.dtype)
 
 
 def _default_context(model: Any) -> int | None:

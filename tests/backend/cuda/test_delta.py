@@ -10,8 +10,8 @@ from backend.cuda.references import TOLERANCE, error
 from benchmarks import references as layer_references
 from benchmarks.references import double
 from headrace.backend.cuda import delta
-from headrace.backend.cuda.shapes import DeltaShape, DeltaWeights, Stash
-from headrace.backend.gated_delta import scan
+from headrace.backend.cuda.shapes import DeltaShape, DeltaWeights, Prepared, Stash
+from headrace.backend.gated_delta import scan, scan_behind
 
 pytestmark = pytest.mark.gpu
 
@@ -73,11 +73,11 @@ class Numbers:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "rows", "num_tokens", "keep"),
-    [(HEADS[1], 1, 37, 20), (HEADS[0], 2, 5, 0), (HEADS[3], 1, 70, 70), (HEADS[2], 3, 1, 1), (HEADS[2], 1, 33, None)],
+    ("heads", "rows", "num_tokens", "num_pending"),
+    [(HEADS[1], 1, 37, 20), (HEADS[0], 2, 5, 1), (HEADS[3], 1, 70, 69), (HEADS[2], 3, 1, 0), (HEADS[2], 1, 33, 0)],
 )
 def test_a_scan_is_the_rule_token_by_token(
-    heads: tuple[int, int, int, int], rows: int, num_tokens: int, keep: int | None, dtype: mx.Dtype
+    heads: tuple[int, int, int, int], rows: int, num_tokens: int, num_pending: int, dtype: mx.Dtype
 ) -> None:
     drawn = Numbers(num_tokens, dtype)
     num_k_heads, num_v_heads, head_k_dim, head_v_dim = heads
@@ -86,17 +86,19 @@ def test_a_scan_is_the_rule_token_by_token(
     v = drawn(rows, num_tokens, num_v_heads, head_v_dim)
     g, beta = drawn.gates(rows, num_tokens, num_v_heads), drawn.gates(rows, num_tokens, num_v_heads)
     state = drawn(rows, num_v_heads, head_v_dim, head_k_dim, dtype=mx.float32)
-    got = scan("cuda", q, k, v, g, beta, state, keep=keep)
+    between = state
+    if num_pending:
+        first = (x[:, :num_pending] for x in (k, v, g, beta))
+        later = Prepared(*(x[:, num_pending:] for x in (q, k, v, g, beta)))
+        got, between = scan_behind("cuda", Stash(*first), later, state)
+    else:
+        got = scan("cuda", q, k, v, g, beta, state)
     assert got.y.dtype == dtype and got.end_state.dtype == mx.float32
     for row in range(rows):
-        y, end, kept = layer_references.scan(*(double(x)[row] for x in (q, k, v, g, beta, state)), keep)
-        assert error(got.y[row], y) < TOLERANCE[dtype]
+        y, end, kept = layer_references.scan(*(double(x)[row] for x in (q, k, v, g, beta, state)), num_pending)
+        assert error(got.y[row], y[num_pending:]) < TOLERANCE[dtype]
         assert error(got.end_state[row], end) < TOLERANCE[mx.float32]
-        if keep is None:
-            assert got.kept_state is None
-        else:
-            assert got.kept_state is not None
-            assert error(got.kept_state[row], kept) < TOLERANCE[mx.float32]
+        assert error(between[row], kept) < TOLERANCE[mx.float32]
 
 
 @pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)

@@ -6,38 +6,22 @@ import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g
 
 from headrace.backend.cuda.ops import Rows, normed, rounded, silu, undefined
-from headrace.backend.cuda.shapes import (
-    DeltaShape,
-    DeltaTable,
-    DeltaWeights,
-    Prepared,
-    Stash,
-)
-from headrace.backend.delta_rule import chunked, convolved, fused_step, sequential
+from headrace.backend.cuda.shapes import DeltaShape, DeltaTable, DeltaWeights, Prepared
+from headrace.backend.delta_rule import chunked, convolved, split_heads
 
 
 def step(shape: DeltaShape, weights: DeltaWeights, plan: mx.array, projected: mx.array, table: DeltaTable) -> mx.array:
-    """Row by row: the replayed tokens of the stash, then the row's own, through the recurrence; then the norm."""
-    rows: Rows = plan.tolist()  # type: ignore[assignment]
-    y = undefined((projected.shape[1], shape.num_v_heads, shape.head_v_dim), projected.dtype)
-    for lo, num_tokens, num_certain, num_replay, end, slot, old, new in rows:
-        if not num_tokens:
-            continue
-        own, context = projected[:, lo : lo + num_tokens], _context(shape, table.raw, end, old)
-        found = _prepared(shape, weights, own, context)
-        tokens = Stash(*found[1:])
-        if num_replay:
-            pairs = zip(table.stash, tokens, strict=True)
-            tokens = Stash(*(mx.concatenate([held[old, :num_replay], array]) for held, array in pairs))
-        # the output of a replayed token is not used: its key stands in for its query
-        queries = mx.concatenate([tokens.k[:num_replay], found.q])
-        own_tokens = Prepared(queries, *tokens).map(lambda x: x[None])
-        own_y, _, kept = sequential(fused_step, own_tokens, _state(table.state, slot, old), num_replay + num_certain)
-        assert kept is not None
-        y[lo : lo + num_tokens] = own_y[0, num_replay:].astype(y.dtype)
-        table.state[slot] = kept[0]
-        _leave(table, new, mx.concatenate([context, own[..., : shape.num_channels]], axis=1)[0], found, num_certain, 0)
-    return gated_norm(shape, weights, y, projected)
+    """Replay of the stash, then as chunks, but that the raw inputs of all tokens are left; then the norm."""
+    replays: Rows = []
+    chunks: Rows = []
+    for lo, num_tokens, num_certain, num_replay, end, slot, old, new in plan.tolist():  # type: ignore[misc, union-attr]
+        replays.append([old * table.stash.k.shape[1], num_replay, num_replay, 0, slot, old, -1, 0, 0])
+        chunks.append([lo, num_tokens, num_certain, end, slot, old, new, 0, 0])
+    k, *others = (array.reshape(-1, *array.shape[2:]) for array in table.stash)
+    # the output of a replayed token is not used: its key stands in for its query
+    _scan(replays, [], Prepared(k, k, *others), table.state)
+    tokens, _ = _prepare(shape, weights, chunks, [], projected, table, skips_certain=False)
+    return gated_norm(shape, weights, _scan(chunks, [], tokens, table.state)[0], projected)
 
 
 def prepare_chunks(
@@ -50,34 +34,55 @@ def prepare_chunks(
     table: DeltaTable,
 ) -> tuple[Prepared, mx.array]:
     rows: Rows = plan.tolist()  # type: ignore[assignment]
-    num_context, num_tokens = shape.kernel_size - 1, projected.shape[1]
     ends: list[int] = stops.tolist()  # type: ignore[assignment]
+    return _prepare(shape, weights, rows, ends, projected, table, skips_certain=True)
+
+
+def _prepare(
+    shape: DeltaShape,
+    weights: DeltaWeights,
+    rows: Rows,
+    ends: list[int],
+    projected: mx.array,
+    table: DeltaTable,
+    *,
+    skips_certain: bool,
+) -> tuple[Prepared, mx.array]:
+    """skips_certain: whether of certain tokens only the context of the next one is left."""
+    num_context, num_tokens = shape.kernel_size - 1, projected.shape[1]
     key, value = (shape.num_k_heads, shape.head_k_dim), (shape.num_v_heads, shape.head_v_dim)
     sizes = (*((key, projected.dtype),) * 2, (value, projected.dtype), *((value[:1], mx.float32),) * 2)
     packed = Prepared(*(undefined((num_tokens, *size), dtype) for size, dtype in sizes))
-    raw = undefined((stops.size, num_context, shape.num_channels), projected.dtype)
+    raw = undefined((len(ends), num_context, shape.num_channels), projected.dtype)
     for lo, count, num_certain, end, _, old, new, first_stop, num_stops in rows:
         if not count and not num_stops:
             continue
         own, context = projected[:, lo : lo + count], _context(shape, table.raw, end, old)
-        inputs = mx.concatenate([context, own[..., : shape.num_channels]], axis=1)[0]
+        inputs = mx.concatenate([context, own[..., : shape.num_channels]], axis=1)
         for stop in range(first_stop, first_stop + num_stops):
-            raw[stop] = inputs[ends[stop] : ends[stop] + num_context]
+            raw[stop] = inputs[0, ends[stop] : ends[stop] + num_context]
         if not count:
             continue
-        found = _prepared(shape, weights, own, context)
+        found = _prepared(shape, weights, own, inputs)
         for array, numbers in zip(packed, found, strict=True):
             array[lo : lo + count] = numbers
         if new >= 0:
-            _leave(table, new, inputs, found, num_certain, num_certain)
+            skip = num_certain if skips_certain else 0
+            table.raw[new] = _padded(inputs[0, skip:], table.raw.shape[1])
+            for held, array in zip(table.stash, found[1:], strict=True):
+                held[new] = _padded(array[num_certain:], held.shape[1])
     return packed, raw
 
 
 def scan_chunks(plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     ends: list[int] = stops.tolist()  # type: ignore[assignment]
+    return _scan(rows, ends, tokens, state)
+
+
+def _scan(rows: Rows, ends: list[int], tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
     y = undefined(tokens.v.shape, tokens.q.dtype)
-    states = undefined((stops.size, *state.shape[1:]), mx.float32)
+    states = undefined((len(ends), *state.shape[1:]), mx.float32)
     for lo, count, num_certain, _, slot, old, _, first_stop, num_stops in rows:
         own, done = _state(state, slot, old), 0
         cuts = (*ends[first_stop : first_stop + num_stops], num_certain, count)
@@ -106,30 +111,14 @@ def _state(state: mx.array, slot: int, old: int) -> mx.array:
     return mx.zeros((1, *state.shape[1:])) if slot < 0 or old < 0 else state[slot : slot + 1]
 
 
-def _leave(table: DeltaTable, new: int, inputs: mx.array, found: Prepared, num_certain: int, skip: int) -> None:
-    """Write a row's raw inputs, without the first `skip`, and its uncertain tokens into its new row of the table."""
-    table.raw[new] = _padded(inputs[skip:], table.raw.shape[1])
-    for held, array in zip(table.stash, found[1:], strict=True):
-        held[new] = _padded(array[num_certain:], held.shape[1])
-
-
-def _prepared(shape: DeltaShape, weights: DeltaWeights, projected: mx.array, context: mx.array) -> Prepared:
-    """Convolution, activation, unit keys and queries, gates of one row's tokens."""
+def _prepared(shape: DeltaShape, weights: DeltaWeights, projected: mx.array, inputs: mx.array) -> Prepared:
+    """What one row's tokens feed into the scan. inputs: of the convolution, context first."""
     dtype, own = projected.dtype, projected[0].astype(mx.float32)
-    num_tokens, taps = own.shape[0], weights.conv.astype(mx.float32).T[None]
-    mixed = convolved(mx.concatenate([context, projected[..., : shape.num_channels]], axis=1), taps)[0]
-    channels = rounded(silu(mixed.astype(mx.float32)), dtype)
-    key_dim = shape.num_k_heads * shape.head_k_dim
-    q, k, v = mx.split(channels, [key_dim, 2 * key_dim], axis=-1)
-    q, k = (_unit(x.reshape(num_tokens, shape.num_k_heads, shape.head_k_dim)) for x in (q, k))
+    mixed = convolved(inputs, weights.conv.astype(mx.float32).T[None])
+    heads = split_heads(shape, rounded(silu(mixed.astype(mx.float32)), dtype))
     a, b = (own[:, at : at + shape.num_v_heads] for at in (shape.a_at, shape.b_at))
-    return Prepared(
-        (q * shape.head_k_dim**-0.5).astype(dtype),
-        k.astype(dtype),
-        v.reshape(num_tokens, shape.num_v_heads, shape.head_v_dim).astype(dtype),
-        compute_g(weights.a_log, a, weights.dt_bias.astype(mx.float32)),
-        rounded(mx.sigmoid(b), dtype),
-    )
+    decay = compute_g(weights.a_log, a, weights.dt_bias.astype(mx.float32))
+    return Prepared(*(array[0].astype(dtype) for array in heads), decay, rounded(mx.sigmoid(b), dtype))
 
 
 def gated_norm(shape: DeltaShape, weights: DeltaWeights, y: mx.array, projected: mx.array) -> mx.array:
@@ -138,10 +127,6 @@ def gated_norm(shape: DeltaShape, weights: DeltaWeights, y: mx.array, projected:
     gates = projected[:, :, shape.z_at : shape.z_at + value_dim].astype(mx.float32).reshape(y.shape)
     found = silu(gates) * normed(y.astype(mx.float32), weights.norm, weights.eps, y.dtype)
     return found.reshape(1, y.shape[0], value_dim).astype(y.dtype)
-
-
-def _unit(x: mx.array) -> mx.array:
-    return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
 
 
 def _padded(tokens: mx.array, length: int) -> mx.array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -59,23 +59,34 @@ class ProjectedHeads(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaShape:
-    """A layer's heads, and where its projection `[1, T, width]` has what: q, k, v first, then at `*_at` the rest."""
+class DeltaHeads:
+    """Of a gated delta layer."""
 
     num_k_heads: int
     num_v_heads: int
     head_k_dim: int
     head_v_dim: int
-    kernel_size: int
-    width: int
-    z_at: int
-    b_at: int
-    a_at: int
+
+    @classmethod
+    def of(cls, inner: Any) -> DeltaHeads:
+        """Of a layer of mlx-lm."""
+        return DeltaHeads(inner.num_k_heads, inner.num_v_heads, inner.head_k_dim, inner.head_v_dim)
 
     @property
     def num_channels(self) -> int:
         """Of the convolution: all queries, keys and values."""
         return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape(DeltaHeads):
+    """A layer's heads, and where its projection `[1, T, width]` has what: q, k, v first, then at `*_at` the rest."""
+
+    kernel_size: int
+    width: int
+    z_at: int
+    b_at: int
+    a_at: int
 
 
 class DeltaWeights(NamedTuple):

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g
 
-from headrace.backend.cuda.shapes import Prepared, Stash
-from headrace.backend.delta_rule import convolved, part
+from headrace.backend.cuda.shapes import DeltaHeads, Prepared, Stash
+from headrace.backend.delta_rule import convolved, part, split_heads
 from headrace.backend.gated_delta import scan, scan_behind
 from headrace.backend.kernels import Kernels
 from headrace.models.sharding import summed
@@ -24,9 +24,6 @@ from headrace.state.recurrent import Batch, BatchedState, LayerArrays, PastRows,
 
 SHORT_SPAN = 8
 """Rows of equally many tokens, at most so many, go through the layer as one batch; a longer chunk goes alone."""
-
-L2_EPSILON = 1e-6
-"""Added to the sum of squares when q and k are normalised, as in the reference implementation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +80,7 @@ class GatedDeltaMixer(nn.Module):
         super().__init__()
         self.inner = inner
         self.num_context = inner.conv_kernel_size - 1
-        self._scales = mx.array([[[inner.head_k_dim**-1.0]], [[inner.head_k_dim**-0.5]]])
-        """Of normalised queries, which the scan's read is scaled by once more, and of keys."""
+        self._heads = DeltaHeads.of(inner)
         weight: mx.array = inner.conv1d.weight
         self._taps = mx.contiguous(weight[..., 0].T[None].astype(mx.float32))
         """The convolution's weights `[1, kernel, channels]`."""
@@ -125,7 +121,8 @@ class GatedDeltaMixer(nn.Module):
         """
         windows = mx.concatenate([context, qkv.swapaxes(0, 1)], axis=1)
         decay, beta = (gate.swapaxes(0, 1) for gate in self._gates(b, a))
-        scanned = scan("fused", *self._heads(nn.silu(convolved(windows, self._taps))), decay, beta, state)
+        q, k, v = split_heads(self._heads, nn.silu(convolved(windows, self._taps)))
+        scanned = scan("fused", q, k, v, decay, beta, state)
         return self._normed(scanned.y, z), mx.contiguous(windows[:, 1:]), scanned.end_state
 
     def _mix(
@@ -138,7 +135,7 @@ class GatedDeltaMixer(nn.Module):
         for group in plan.groups:
             windows = mx.concatenate([group.past.contexts(layer), group.rows_of(qkv)], axis=1)
             mixed = inner.conv1d(windows) if kernels.convolves_by_library else convolved(windows, self._taps)
-            q, k, v = self._heads(nn.silu(mixed))
+            q, k, v = split_heads(self._heads, nn.silu(mixed))
             tokens = Prepared(q, k, v, group.rows_of(decay), group.rows_of(beta))
             y = self._scan(kernels, group, layer, tokens, windows)
             outputs.append(y.reshape(-1, inner.num_v_heads, inner.head_v_dim))
@@ -161,9 +158,7 @@ class GatedDeltaMixer(nn.Module):
                 found = scan(form(end - done), *own, before, start=start + done)
             else:
                 pending = past.pending(layer, own)
-                found = scan_behind(form(pending.k.shape[1] + end), pending, own, after)
-                assert found.kept_state is not None
-                before = found.kept_state
+                found, before = scan_behind(form(pending.k.shape[1] + end), pending, own, after)
             outputs.append(found.y)
             after = found.end_state
             if end < group.num_tokens:
@@ -196,15 +191,6 @@ class GatedDeltaMixer(nn.Module):
             return qkv, z, b, a
         z = inner.in_proj_z(x).reshape(1, num_tokens, inner.num_v_heads, inner.head_v_dim)
         return inner.in_proj_qkv(x), z, inner.in_proj_b(x), inner.in_proj_a(x)
-
-    def _heads(self, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Queries, keys `[B, n, num_k_heads, head_k_dim]`, values `[B, n, num_v_heads, head_v_dim]`."""
-        inner, (num_rows, num_tokens, _) = self.inner, mixed.shape
-        shape = (num_rows, num_tokens, -1, inner.num_k_heads, inner.head_k_dim)
-        q_and_k, v = mx.split(mixed, [2 * inner.key_dim], axis=-1)
-        normed = mx.fast.rms_norm(q_and_k.reshape(shape), None, L2_EPSILON / inner.head_k_dim)
-        normed = normed * self._scales.astype(normed.dtype)
-        return normed[:, :, 0], normed[:, :, 1], v.reshape(num_rows, num_tokens, inner.num_v_heads, inner.head_v_dim)
 
 
 def _plan(step: PackedStep, given: tuple[GatedDeltaMixer, mx.Dtype]) -> _Plan:
