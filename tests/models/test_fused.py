@@ -27,6 +27,7 @@ from headrace.models.mixers import cuda_attention, cuda_layers
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.cuda_layers import CudaMLP, CudaMoE
+from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.packed import PackedModel, Row
 from headrace.models.selfcheck import check
 from headrace.state.sequence import SequenceRecord, SequenceState
@@ -328,6 +329,26 @@ def test_rows_of_more_steps_than_a_launch_takes_go_on_together(name: str) -> Non
         for state, at, own in zip(together, starts, mx.split(logits, len(rows)), strict=True):
             state.commit(max(1, num_tokens - at % 3))
             assert fused(name).off(0, at, own) < TOLERANCE
+
+
+class OtherLinear(nn.Linear):
+    """One that our kernels don't know."""
+
+
+def test_delta_layers_are_replaced_all_or_none() -> None:
+    """A sequence whose layers were of both kinds would be restored in those of one kind only."""
+    model = build("qwen3_5")
+    expected = [tiny.reference(model, ids) for ids in SENTENCES]
+    inner = model.layers[1].linear_attn
+    other = OtherLinear(*reversed(inner.out_proj.weight.shape), bias=False)
+    inner.out_proj = other.update(inner.out_proj.parameters())
+    packed = pack(model, tiny_fused.KERNELS)
+    found = classes(model)
+    assert CudaDeltaMixer not in found and found.count(GatedDeltaMixer) == 3 and CudaAttentionMixer in found
+    program = Program(Fused(model, expected, packed), np.random.default_rng(0))
+    program.run(20)
+    assert program.num_compared > LENGTH
+    assert program.worst < TOLERANCE
 
 
 def test_rows_that_join_and_leave_need_no_new_form() -> None:

@@ -75,7 +75,7 @@ class LayerArrays(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class RecurrentBatch:
     """What a step leaves of rows of one shape. While the same rows step together, the arrays are passed on whole."""
 
     num_rows: int
@@ -91,12 +91,12 @@ class BatchedState(RecurrentState):
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
         self._kernels = kernels
-        self.batch = Batch(0)
+        self.batch = RecurrentBatch(0)
         self.row = 0
         self.kept_all = True
         self.snapshots: dict[int, dict[LayerKey, RecurrentRecord]] = {}
 
-    def advance(self, batch: Batch, row: int, end: int, num_uncertain: int = 0) -> None:
+    def advance(self, batch: RecurrentBatch, row: int, end: int, num_uncertain: int = 0) -> None:
         """A step leaves a row of the batch, which its layers fill. end: of the raw inputs, with all of its tokens."""
         self.batch, self.row, self.end, self.num_uncertain = batch, row, end, num_uncertain
 
@@ -149,7 +149,7 @@ class BatchedState(RecurrentState):
             form = self._kernels.gated_delta(self.num_replay)
             state = scan(form, pending.k, *pending, self.alone(arrays.state)).end_state
             layers[layer] = LayerArrays(state, self.alone(arrays.window))
-        self.advance(Batch(1, layers), 0, self.end)
+        self.advance(RecurrentBatch(1, layers), 0, self.end)
         self.num_replay, self.kept_all = 0, True
 
     def restore(self, records: Records) -> None:
@@ -157,7 +157,7 @@ class BatchedState(RecurrentState):
         if records:
             end = min(record.context.shape[1] for record in records.values())
             layers = {layer: LayerArrays(one.state, one.context[:, -end:]) for layer, one in records.items()}
-            self.advance(Batch(1, layers), 0, end)
+            self.advance(RecurrentBatch(1, layers), 0, end)
 
     def take_snapshots(self) -> Mapping[int, Records]:
         taken, self.snapshots = self.snapshots, {}

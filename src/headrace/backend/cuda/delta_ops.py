@@ -12,9 +12,10 @@ from headrace.backend.delta_rule import chunked, convolved, split_heads
 
 def step(shape: DeltaShape, weights: DeltaWeights, plan: mx.array, projected: mx.array, table: DeltaTable) -> mx.array:
     """Replay of the stash, then as chunks, but that the raw inputs of all tokens are left; then the norm."""
+    rows: Rows = plan.tolist()  # type: ignore[assignment]
     replays: Rows = []
     chunks: Rows = []
-    for lo, num_tokens, num_certain, num_replay, end, slot, old, new in plan.tolist():  # type: ignore[misc, union-attr]
+    for lo, num_tokens, num_certain, num_replay, end, slot, old, new in rows:
         replays.append([old * table.stash.k.shape[1], num_replay, num_replay, 0, slot, old, -1, 0, 0])
         chunks.append([lo, num_tokens, num_certain, end, slot, old, new, 0, 0])
     k, *others = (array.reshape(-1, *array.shape[2:]) for array in table.stash)
@@ -118,7 +119,8 @@ def _prepared(shape: DeltaShape, weights: DeltaWeights, projected: mx.array, inp
     heads = split_heads(shape, rounded(silu(mixed.astype(mx.float32)), dtype))
     a, b = (own[:, at : at + shape.num_v_heads] for at in (shape.a_at, shape.b_at))
     decay = compute_g(weights.a_log, a, weights.dt_bias.astype(mx.float32))
-    return Prepared(*(array[0].astype(dtype) for array in heads), decay, rounded(mx.sigmoid(b), dtype))
+    q, k, v = (array[0].astype(dtype) for array in heads)
+    return Prepared(q, k, v, decay, rounded(mx.sigmoid(b), dtype))
 
 
 def gated_norm(shape: DeltaShape, weights: DeltaWeights, y: mx.array, projected: mx.array) -> mx.array:

@@ -20,7 +20,7 @@ from headrace.backend.kernels import Kernels
 from headrace.models.sharding import summed
 from headrace.models.step import PackedStep, RowSpan, View
 from headrace.state.layer import LayerKey
-from headrace.state.recurrent import Batch, BatchedState, LayerArrays, PastRows, RecurrentRecord
+from headrace.state.recurrent import BatchedState, LayerArrays, PastRows, RecurrentBatch, RecurrentRecord
 
 SHORT_SPAN = 8
 """Rows of equally many tokens, at most so many, go through the layer as one batch; a longer chunk goes alone."""
@@ -35,7 +35,7 @@ class _Group:
 
     spans: Sequence[RowSpan]
     past: PastRows
-    left: Batch
+    left: RecurrentBatch
     snapshots: dict[int, dict[LayerKey, RecurrentRecord]]
 
     @property
@@ -98,12 +98,12 @@ class GatedDeltaMixer(nn.Module):
             y = self._mix(step.kernels, plan, layer, qkv, z, b, a)
         return summed(self.inner.out_proj(y), self.inner)
 
-    def before_any_token(self, dtype: mx.Dtype) -> Batch:
+    def before_any_token(self, dtype: mx.Dtype) -> RecurrentBatch:
         """What a new sequence starts from, in every layer."""
         inner = self.inner
         state = mx.zeros((1, inner.num_v_heads, inner.head_v_dim, inner.head_k_dim))
         window = mx.zeros((1, self.num_context, self._taps.shape[2]), dtype)
-        return Batch(1, defaultdict(lambda: LayerArrays(state, window)))
+        return RecurrentBatch(1, defaultdict(lambda: LayerArrays(state, window)))
 
     def _decode(self, group: _Group, layer: LayerKey, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array) -> mx.array:
         """What `_mix` gives, for rows of one token each with nothing to replay."""
@@ -217,7 +217,7 @@ def _plan(step: PackedStep, given: tuple[GatedDeltaMixer, mx.Dtype]) -> _Plan:
         group = _Group(
             [step.spans[number] for number in numbers],
             PastRows([pasts[number] for number in numbers], mixer.num_context),
-            Batch(len(numbers)),
+            RecurrentBatch(len(numbers)),
             {length: {} for length in step.spans[numbers[0]].state.snapshot_points},
         )
         for row, number in enumerate(numbers):
