@@ -17,9 +17,22 @@ def test_a_small_run_measures_every_part(monkeypatch: pytest.MonkeyPatch, capsys
     finally:
         sys.setswitchinterval(interval)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:5]] == ["body", "prompt", "key"]
-    assert all(float(number) >= 0 for line in lines[2:5] for number in line.split()[1:])
-    assert lines[5].startswith("steps of a thread beside 2 turns: ")
+    for number, kind in enumerate(warm_turns.CONVERSATIONS):
+        heading, _, *parts = lines[6 * number : 6 * number + 6]
+        assert heading.startswith(f"{kind}: ")
+        assert [line.split()[0] for line in parts] == ["parse", "request", "prompt", "match"]
+        assert all(float(number) >= 0 for line in parts for number in line.split()[1:])
+    assert lines[-1].startswith("steps of a thread beside 2 turns: ")
+
+
+def test_an_agents_conversation_is_the_same_in_both_dialects() -> None:
+    chat, messages = (
+        each(8000, 500).request for each in (warm_turns.AgentConversation, warm_turns.MessagesConversation)
+    )
+    assert len(chat.messages) > 10
+    assert messages.tools == chat.tools
+    for ours, theirs in zip(messages.messages, chat.messages, strict=False):
+        assert (ours.role, ours.content, ours.tool_call_id) == (theirs.role, theirs.content, theirs.tool_call_id)
 
 
 def test_a_conversation_ends_with_a_question_and_grows_by_two_messages() -> None:
