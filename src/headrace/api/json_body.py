@@ -258,12 +258,15 @@ def _add_unknown(body: StrictBody, path: str, unknown: set[str]) -> None:
     if sent := body.model_extra:
         unknown |= {path + name for name in sent.keys() - body.neutral_values.keys() - body.without_effect}
     for name, value in vars(body).items():
-        if isinstance(value, StrictBody):
+        if value is None or type(value) is str:  # most fields; asking whether it is a body takes longer
+            continue
+        if type(value) is list:
+            if value and isinstance(value[0], StrictBody):
+                inner = f"{path}{_sent_name(body, name)}[]."
+                for each in value:
+                    _add_unknown(each, inner, unknown)
+        elif isinstance(value, StrictBody):
             _add_unknown(value, f"{path}{_sent_name(body, name)}.", unknown)
-        elif type(value) is list and value and isinstance(value[0], StrictBody):
-            inner = f"{path}{_sent_name(body, name)}[]."
-            for each in value:
-                _add_unknown(each, inner, unknown)
 
 
 def _sent_name(body: StrictBody, name: str) -> str:
