@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix.made_up import HERE, THERE, MadeUpPiece, MadeUpStore, Shelf, made_up_tokens
 
@@ -393,6 +393,7 @@ KEYS = st.lists(st.integers(0, 1), min_size=2, max_size=12).map(tuple)
 @pytest.mark.parametrize("kind", [(True, False), (True, True), (False, True)])
 def test_tokens_of_a_locked_match_need_no_comparison(kind: tuple[bool, bool]) -> None:
     @given(st.lists(KEYS, max_size=5), KEYS, st.lists(KEYS, max_size=5), st.booleans())
+    @settings(max_examples=40)
     def same(before: list[tuple[int, ...]], key: tuple[int, ...], after: list[tuple[int, ...]], clears: bool) -> None:
         results = []
         for skips in (False, True):
