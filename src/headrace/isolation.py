@@ -24,9 +24,7 @@ _INTERRUPTIONS: tuple[type[BaseException], ...] = (
 
 @contextmanager
 def errors_as(
-    translated: Callable[[BaseException], HeadraceError],
-    *,
-    passing: tuple[type[BaseException], ...] = (HeadraceError,),
+    translated: Callable[[BaseException], HeadraceError], *, passing: tuple[type[BaseException], ...] = (HeadraceError,)
 ) -> Iterator[None]:
     """Translate whatever foreign code raises, panics of Rust libraries included, which are no Exceptions.
 

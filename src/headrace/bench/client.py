@@ -69,11 +69,7 @@ class BenchClient:
         return server
 
     async def ask(
-        self,
-        messages: Sequence[Message],
-        max_tokens: int,
-        began_s: float,
-        on_text: Callable[[], None] = lambda: None,
+        self, messages: Sequence[Message], max_tokens: int, began_s: float, on_text: Callable[[], None] = lambda: None
     ) -> Answer:
         """One streamed chat completion at temperature 0. Never raises for the server's faults: see Answer.error.
 

@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from headrace.bench.figures import (
-    Figures,
-    Sameness,
-    Spread,
-    faults,
-    figures_of,
-    kinds_of,
-    ratio,
-    sameness,
-    spread,
-)
+from headrace.bench.figures import Figures, Sameness, Spread, faults, figures_of, kinds_of, ratio, sameness, spread
 from headrace.bench.plan import Plan
 from headrace.bench.rounds import PlayedLevel
 

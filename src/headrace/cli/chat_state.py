@@ -46,11 +46,7 @@ class ChatState:
     def request(self, request_id: str, text: str) -> ChatRequest:
         self.asked = question = ChatMessage("user", (*self.pending, TextPart(text)))
         head = (ChatMessage("system", (TextPart(self.system),)),) if self.system else ()
-        return ChatRequest(
-            request_id,
-            (*head, *self.messages, question),
-            enable_thinking=self.enable_thinking,
-        )
+        return ChatRequest(request_id, (*head, *self.messages, question), enable_thinking=self.enable_thinking)
 
     def keep(self, request: ChatRequest, answer: ChatMessage) -> None:
         self.messages += (request.messages[-1], answer)

@@ -9,15 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.cli.service_arguments import ServiceInstall
-from headrace.cli.service_files import (
-    LABEL,
-    Server,
-    ServiceFile,
-    agent_file,
-    launchd_files,
-    log_file,
-    systemd_files,
-)
+from headrace.cli.service_files import LABEL, Server, ServiceFile, agent_file, launchd_files, log_file, systemd_files
 from headrace.errors import ConfigError
 
 _NOT_RUNNING = 3

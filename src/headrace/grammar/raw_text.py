@@ -50,7 +50,6 @@ _FOR_TEXTS_ONLY = frozenset(
 )
 """Keywords that don't limit a value that is no text."""
 
-
 _BRACKETS = ("array", "object")
 """Types whose values begin with one, and may quote anything."""
 

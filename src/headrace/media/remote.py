@@ -23,7 +23,6 @@ _PORTS = {"http": 80, "https": 443}
 _ENTRY = re.compile(r"(?P<name>\*|(\*\.)?[a-z0-9_.-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
-
 _UNICAST = ipaddress.ip_network("2000::/3")
 """All allocated IPv6 addresses. Site-local, IPv4-compatible and unassigned ones are outside."""
 _TRANSLATED = (ipaddress.ip_network("::ffff:0:0/96"), ipaddress.ip_network("64:ff9b::/96"))

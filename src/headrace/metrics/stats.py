@@ -85,12 +85,7 @@ class Stats:
         self._seconds = Seconds()
 
     def submitted(
-        self,
-        request_id: str,
-        num_prompt_tokens: int,
-        now: float,
-        num_choices: int = 1,
-        route: Route = Route.TEXT,
+        self, request_id: str, num_prompt_tokens: int, now: float, num_choices: int = 1, route: Route = Route.TEXT
     ) -> None:
         self._routes[route] += 1
         self._requests[request_id] = _Timing(now, num_prompt_tokens, num_choices)

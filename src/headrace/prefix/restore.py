@@ -31,11 +31,7 @@ class RestorePlan:
 
 
 def plan_restore(
-    match: Match,
-    boundaries: Sequence[Boundary],
-    *,
-    needs_snapshots: bool,
-    max_snapshots: int = MAX_SNAPSHOTS,
+    match: Match, boundaries: Sequence[Boundary], *, needs_snapshots: bool, max_snapshots: int = MAX_SNAPSHOTS
 ) -> RestorePlan:
     """The plan for a prompt.
 

@@ -40,7 +40,6 @@ SLAB_TOKENS = 1024
 MOST_ROWS = 32
 """Rows of a `BatchSlab`; more sequences of a capacity have another."""
 
-
 _COARSE_TOKENS = 4096
 """Up to here capacities are powers of two everywhere, so that rows of a batch often have the same one."""
 
