@@ -108,6 +108,9 @@ class Here:
 
     call_soon = call_soon_threadsafe
 
+    def call_later(self, delay_s: float, callback: Callable[..., object], *given: object) -> None:
+        callback(*given)
+
     def is_closed(self) -> bool:
         return False
 
