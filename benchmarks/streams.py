@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import pstats
+import resource
 import selectors
 import socket
 import statistics
@@ -97,6 +98,15 @@ _NUM_WARM_STEPS = 20
 _PATIENCE_S = 300.0
 
 
+Seconds = tuple[float, float]
+"""Of processor time: in the program, and in the kernel's calls for it."""
+
+
+def _thread_seconds() -> Seconds:
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_utime, usage.ru_stime
+
+
 class PlayedEngine:
     """Gives the same tokens to all streams, a token each at a time, once `num_streams` requests have come."""
 
@@ -107,8 +117,8 @@ class PlayedEngine:
         self._num_streams = num_streams
         self._num_steps = num_steps
         self._puts: list[tuple[Callable[[Any], None], str]] = []
-        self._seconds: asyncio.Future[float] | None = None
-        self._started_s = 0.0
+        self._seconds: asyncio.Future[Seconds] | None = None
+        self._started_s = (0.0, 0.0)
 
     def health(self) -> str | None:
         return None
@@ -129,8 +139,8 @@ class PlayedEngine:
             asyncio.get_running_loop().call_later(0.2, self._step, 0)
         return stream
 
-    async def played(self) -> float:
-        """Seconds of the event loop's thread for each message."""
+    async def played(self) -> Seconds:
+        """Of the event loop's thread for each message."""
         self._seconds = asyncio.get_running_loop().create_future()
         self._puts = []
         return await self._seconds
@@ -139,14 +149,16 @@ class PlayedEngine:
         if index == _NUM_WARM_STEPS:
             if self.profile is not None:
                 self.profile.enable()
-            self._started_s = time.thread_time()
+            self._started_s = _thread_seconds()
         is_last = index == _NUM_WARM_STEPS + self._num_steps
         if is_last:
-            spent_s = time.thread_time() - self._started_s
+            num_messages = self._num_steps * self._num_streams
+            pairs = zip(_thread_seconds(), self._started_s, strict=True)
+            in_program_s, in_kernel_s = ((now_s - then_s) / num_messages for now_s, then_s in pairs)
             if self.profile is not None:
                 self.profile.disable()
             assert self._seconds is not None, "requests come after played()"
-            self._seconds.set_result(spent_s / (self._num_steps * self._num_streams))
+            self._seconds.set_result((in_program_s, in_kernel_s))
         else:
             # runs behind the streams' tasks, which the items wake
             asyncio.get_running_loop().call_soon(asyncio.get_running_loop().call_soon, self._step, index + 1)
@@ -177,7 +189,7 @@ def read_streams(port: int, num_streams: int, path: str, body: bytes) -> None:
                 connection.close()
 
 
-async def _measured(options: argparse.Namespace, engine: PlayedEngine, session: Session) -> list[float]:
+async def _measured(options: argparse.Namespace, engine: PlayedEngine, session: Session) -> list[Seconds]:
     config = ServerConfig(port=0, host="127.0.0.1")
     listener = open_listener(config)
     ready = asyncio.Event()
@@ -202,7 +214,7 @@ async def _measured(options: argparse.Namespace, engine: PlayedEngine, session: 
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Print µs of each round as JSON, or a table of stages."""
+    """Print the seconds of each round as JSON, or a table of stages."""
     text = load_text_pipeline(MINIATURE, "qwen3_5")
     token_ids = text.tokenizer.encode(_TEXT)
     eos = text.tokenizer.eos_token_id
@@ -220,7 +232,7 @@ def measure(options: argparse.Namespace) -> None:
     if engine.profile is not None:
         _print_stages(engine.profile, options.rounds * options.steps * options.streams)
     else:
-        print(json.dumps([each * 1e6 for each in seconds]))
+        print(json.dumps(seconds))
 
 
 def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -261,7 +273,7 @@ def _stage(file: str) -> str:
 
 def compare(options: argparse.Namespace) -> None:
     """Measure these sources and others in turn, and print medians and their ratio."""
-    found: dict[str, list[float]] = defaultdict(list)
+    found: dict[str, list[Seconds]] = defaultdict(list)
     here = Path(__file__).parent.parent
     words = [sys.executable, "-m", "benchmarks.streams", "--dialect", options.dialect, "--loop", options.loop]
     words += ["--streams", str(options.streams), "--steps", str(options.steps), "--rounds", str(options.rounds)]
@@ -269,9 +281,15 @@ def compare(options: argparse.Namespace) -> None:
         environment = {**os.environ, "PYTHONPATH": sources}
         output = subprocess.run(words, env=environment, cwd=here, check=True, stdout=subprocess.PIPE).stdout
         found[sources] += json.loads(output.splitlines()[-1])
-    before, after = (statistics.median(found[each]) for each in found)
-    spread = [f"{min(each):.1f} to {max(each):.1f}" for each in found.values()]
-    print(f"{options.dialect:12} {before:6.1f} µs ({spread[0]}) -> {after:6.1f} ({spread[1]}), {after / before:.2f}")
+    print(f"{options.dialect}, µs a message of processor time: in the program, in the kernel")
+    for sources, seconds in found.items():
+        columns = [sorted(each) for each in zip(*seconds, strict=True)]
+        cells = [f"{_us(statistics.median(each))} ({_us(each[0])} to {_us(each[-1])})" for each in columns]
+        print(f"  {cells[0]:24} {cells[1]:24} {sources}")
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
 
 
 def main() -> int:
