@@ -28,6 +28,16 @@ def test_names_are_unique(tmp_path: Path) -> None:
     assert refused("--models-file", str(tmp_path / "f.toml")).startswith("two models have the name y: a and b;")
 
 
+def test_names_of_adapters_are_unique_among_all_names(tmp_path: Path) -> None:
+    tables = [f'[models.{name}]\nmodel = "miniature"\nadapter = "{name}x=folder"\n' for name in "ab"]
+    (tmp_path / "f.toml").write_text(tables[0].replace("ax=", "b=") + tables[1])
+    expected = "--adapter b of miniature: miniature is served under this name already"
+    assert refused("--models-file", str(tmp_path / "f.toml")) == expected
+    (tmp_path / "f.toml").write_text("".join(tables).replace("bx=", "ax="))
+    assert refused("--models-file", str(tmp_path / "f.toml")).startswith("--adapter ax of miniature: ")
+    assert refused("miniature", "--adapter", "headrace-miniature=folder").startswith("--adapter headrace-miniature of ")
+
+
 def test_a_kept_model_exists() -> None:
     models = "miniature", "miniature-draft"
     assert refused(*models, "--keep", "other") == "--keep other: there is no such model"

@@ -6,10 +6,12 @@ import asyncio
 import gc
 import multiprocessing
 import random
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import mlx.core as mx
@@ -18,13 +20,17 @@ import openai
 import pytest
 from embedding_models import EXPECTED, FOLDER, TEXTS
 from loopback import serving
+from mlx_lm.utils import load_model
+from models.adapter_folders import write_mlx_lm
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.cli.serve_models import served_models
 from headrace.cli.serve_plan import ServePlan, read_plan
 from headrace.config import ServerConfig
 from headrace.errors import RequestCancelled
+from headrace.models.built_in import MINIATURE
 from headrace.session.models import Models
+from headrace.session.session import Session
 from headrace.types.model_status import ModelState
 
 SMALL = ("miniature", "miniature-draft")
@@ -221,6 +227,34 @@ def test_a_random_program_of_loads_unloads_and_questions(num_steps: int) -> None
                 assert models.total_bytes is not None
                 assert total <= models.total_bytes
             await asyncio.gather(*asking)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_is_loaded_again_has_its_adapters(tmp_path: Path) -> None:
+    """Those of the start that were not unloaded, and those that were loaded since, if their folders are still there."""
+    for number, name in enumerate(("first", "dropped", "added", "gone")):
+        write_mlx_lm(load_model(MINIATURE)[0], tmp_path / name, number, size=0.15)
+    given = [f"{name}={tmp_path / name}" for name in ("first", "dropped")]
+
+    async def scenario() -> None:
+        async with served(plan_of("miniature", "--adapter", given[0], "--adapter", given[1])) as (models, client):
+            (entry,) = models.entries
+            await models.load(entry)
+            assert isinstance(entry.session, Session)
+            await entry.session.adapters.unload("dropped")
+            for name in ("added", "gone"):
+                await entry.session.adapters.load(name, tmp_path / name)
+            before = [await answer(client, name, QUESTIONS[0]) for name in ("miniature", "first", "added")]
+            assert len(set(before)) == 3
+            shutil.rmtree(tmp_path / "gone")
+            await models.unload(entry)
+            assert entry.adapters == ("first", "added", "gone")
+            assert [await answer(client, name, QUESTIONS[0]) for name in ("miniature", "first", "added")] == before
+            assert entry.adapters == ("first", "added")
+            for name in ("dropped", "gone"):
+                with pytest.raises(openai.NotFoundError):
+                    await answer(client, name, QUESTIONS[0])
 
     asyncio.run(scenario())
 

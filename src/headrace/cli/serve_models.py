@@ -70,6 +70,13 @@ def _check(entries: Sequence[ModelEntry], keep: Sequence[str]) -> None:
                 both = f"{known[name].source.word} and {entry.source.word}"
                 raise ConfigError(f"two models have the name {name}: {both}; --models-file can name them apart")
             known[name] = entry
+    names = dict(known)
+    for entry in entries:
+        for name in entry.source.adapters:
+            if name in names:
+                owner = names[name].source.word
+                raise ConfigError(f"--adapter {name} of {entry.source.word}: {owner} is served under this name already")
+            names[name] = entry
     words = {entry.source.word: entry for entry in entries}
     for name in keep:
         found = known.get(name) or words.get(name)

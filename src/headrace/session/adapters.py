@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from headrace.engine.engine import Engine
-from headrace.errors import InvalidRequest, ModelError, ModelNotFound
+from headrace.errors import HeadraceError, InvalidRequest, ModelError, ModelNotFound
 from headrace.types.model import AdapterDescription
 from headrace.types.status import AdapterStatus, Phase, RequestStatus
+
+log = logging.getLogger("headrace.session")
 
 
 class ServedAdapters:
@@ -18,11 +21,30 @@ class ServedAdapters:
     def __init__(self, engine: Engine, adapters: Iterable[AdapterDescription]) -> None:
         self._engine = engine
         self._adapters = {each.name: each.fingerprint for each in adapters}
+        self._folders: dict[str, Path] = {}
+        """Of those that were loaded while serving."""
         self._lock = asyncio.Lock()
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._adapters)
+
+    @property
+    def folders(self) -> dict[str, Path | None]:
+        """By name; None for those that the model was loaded with."""
+        return {name: self._folders.get(name) for name in self._adapters}
+
+    async def restore(self, folders: Mapping[str, Path | None]) -> None:
+        """Serve the adapters that were served before the model was unloaded, and no others."""
+        for name in self.names:
+            if name not in folders or folders[name] is not None:
+                await self.unload(name)
+        for name, folder in folders.items():
+            try:
+                if folder is not None:
+                    await self.load(name, folder)
+            except HeadraceError as error:
+                log.warning("the adapter %s is served no longer: %s", name, error.message)
 
     def status(self, requests: Iterable[RequestStatus]) -> AdapterStatus | None:
         """requests: all in progress. None while no adapter is served."""
@@ -59,13 +81,14 @@ class ServedAdapters:
                 raise InvalidRequest(
                     f"the adapter {name!r} can't be loaded: {error.message}", param="lora_path"
                 ) from error
-            self._adapters[name] = fingerprint
+            self._adapters[name], self._folders[name] = fingerprint, folder
             await self._drop_unnamed(before)
 
     async def unload(self, name: str) -> None:
         """Refuse new requests for an adapter; running ones finish. Raises ModelNotFound and EngineDead."""
         async with self._lock:
             fingerprint = self._adapters.pop(name, None)
+            self._folders.pop(name, None)
             if fingerprint is None:
                 raise ModelNotFound(f"there is no adapter {name!r}", param="lora_name")
             await self._drop_unnamed(fingerprint)

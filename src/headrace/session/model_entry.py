@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from traceback import clear_frames
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from headrace.cancellation import Cancellation, call_cancellable
 from headrace.engine.engine import memory_in_use
 from headrace.errors import InvalidRequest
 from headrace.session.embeddings import AnySession, EmbeddingSession
+from headrace.session.session import Session
 from headrace.types.memory import MemoryShare
 from headrace.types.model import ModelOutline, ModelTraits
 from headrace.types.model_status import ModelState, ModelStatus
@@ -64,6 +66,8 @@ class ModelEntry:
         self.loading_since: float | None = None
         self.loading = Cancellation()
         """Ends the load in progress."""
+        self._adapters: dict[str, Path | None] | None = None
+        """Those of the session that was unloaded; None before the first."""
         self._outline: ModelOutline | None = None
         self._bytes_before = self._expected_bytes = 0
 
@@ -75,8 +79,21 @@ class ModelEntry:
     def adapters(self) -> tuple[str, ...]:
         """Names under which the model answers with an adapter."""
         if self.session is None:
-            return self.source.adapters
+            return self.source.adapters if self._adapters is None else tuple(self._adapters)
         return () if isinstance(self.session, EmbeddingSession) else self.session.adapters.names
+
+    def take_session(self) -> AnySession | None:
+        """The session, which is to be closed; its adapters are remembered for the next one."""
+        session, self.session = self.session, None
+        if isinstance(session, Session):
+            self._adapters = session.adapters.folders
+        return session
+
+    async def give_session(self, session: AnySession) -> None:
+        """With the adapters that the last one had."""
+        if isinstance(session, Session) and self._adapters is not None:
+            await session.adapters.restore(self._adapters)
+        self.session = session
 
     @property
     def traits(self) -> ModelTraits | None:

@@ -193,7 +193,7 @@ class Models(ServedModels):
             share = await self._make_room(entry, expected_bytes)
             entry.begin_loading(expected_bytes)
             try:
-                entry.session = await in_daemon(partial(entry.source.load, share), entry.loading)
+                await entry.give_session(await in_daemon(partial(entry.source.load, share), entry.loading))
             except ConfigError:
                 # It takes more than its files tell.
                 if not (victims := self._idle(entry)):
@@ -261,8 +261,7 @@ class Models(ServedModels):
             return
 
     async def _close(self, entry: ModelEntry) -> None:
-        session, entry.session = entry.session, None
-        if session is None:
+        if (session := entry.take_session()) is None:
             return
         entry.state, entry.gives_way, entry.budget_bytes = ModelState.SLEEPING, False, 0
         _ = entry.outline
