@@ -193,7 +193,8 @@ class Models(ServedModels):
             share = await self._make_room(entry, expected_bytes)
             entry.begin_loading(expected_bytes)
             try:
-                await entry.give_session(await in_daemon(partial(entry.source.load, share), entry.loading))
+                session = await in_daemon(partial(entry.source.load, share), entry.loading)
+                await entry.give_session(session)
             except ConfigError:
                 # It takes more than its files tell.
                 if not (victims := self._idle(entry)):
@@ -201,7 +202,7 @@ class Models(ServedModels):
                 await self._close(victims[0])
             else:
                 entry.state, entry.reason = ModelState.LOADED, None
-                entry.session.start_processes()
+                session.start_processes()
                 log.info("%s is loaded", entry.name)
                 return
             finally:
