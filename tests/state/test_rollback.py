@@ -18,6 +18,7 @@ from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models.levels import Level, choose_levels
 from headrace.models.packed import PackedModel, Row
+from headrace.state.recurrent import BatchedState, RecurrentRecord
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
 
@@ -190,6 +191,21 @@ def test_a_draft_stash_is_a_small_part_of_a_state() -> None:
     logits = sequence.model.forward([Row(sequence.state, [1, 2, 3])], [0])
     mx.eval(logits, sequence.state.arrays())
     assert sum(array.nbytes for array in sequence.state.arrays()) < 1.25 * plain
+
+
+def test_raw_inputs_of_several_lengths_are_restored_from_their_ends() -> None:
+    """As files may hold them, each with as many as a step needs or more."""
+    numbers = mx.arange(2 * 7 * 4, dtype=mx.float32).reshape(2, 1, 7, 4)
+    state = BatchedState(Kernels("exact", "cpu"))
+    state.restore(
+        {
+            (0,): RecurrentRecord(mx.ones((1, 2, 4, 4)), numbers[0]),
+            (1,): RecurrentRecord(mx.zeros((1, 2, 4, 4)), numbers[1, :, :3]),
+        }
+    )
+    first, second = state.checkpoint().values()
+    assert mx.array_equal(first.context, numbers[0, :, 4:]) and mx.array_equal(first.state, mx.ones((1, 2, 4, 4)))
+    assert mx.array_equal(second.context, numbers[1, :, :3])
 
 
 def test_nothing_is_copied_of_a_state_whose_layers_are_not_filled() -> None:

@@ -132,11 +132,11 @@ class Stops:
 class TableState(RecurrentState):
     """A slot of the tables.
 
-    pending: records to fill the tables from. snapshot_points: of the last window, each with what the step leaves there.
+    pending: records to fill the tables from. snapshot_points: of the last window, each with its place in `Stops`.
     """
 
     def __init__(self, tables: DeltaTables, num_context: int) -> None:
-        """num_context: raw inputs that a token needs of earlier ones."""
+        """num_context: raw inputs of earlier tokens that a token needs."""
         super().__init__()
         self.tables = tables
         self.index = tables.allocate()
@@ -151,7 +151,7 @@ class TableState(RecurrentState):
         return 2 * self.index + self._parity
 
     def advance(self, end: int, num_uncertain: int) -> tuple[int, int, int, int, int]:
-        """A step starts. end: of the raw inputs, with all of its tokens.
+        """A step starts. end: of the raw inputs, with all tokens of the step.
 
         Returns num_replay, end, slot, old and new, as in the plans of backend/cuda/delta.py.
         """

@@ -1,12 +1,12 @@
 """Running states of gated delta layers: valid at exactly one length, rolled back by deferred masked replay.
 
-Of tokens that may be dropped a step leaves the inputs of the recurrence (about 1/150 of a state per token), and the
-state from before them. The next step replays those that were kept, with the others as no-ops: no state per draft. If
-all are kept it continues from the state after them, where that was left, too. The convolution needs no replay, only an
-index into its raw inputs.
+For tokens that may be dropped a step keeps the state before them and their inputs to the recurrence (about 1/150 of a
+state per token). The next step replays those that were committed, with the others as no-ops: no state per draft. A
+`BatchedState` also keeps the state after them, from which the next step continues if none was dropped. The convolution
+needs no replay, only an index into its raw inputs.
 
-The numbers are rows of the arrays that a step leaves for its rows together (`BatchedState`), or slots of tables that
-our kernels write in place (state/delta.py).
+States are rows of the arrays that a step returns for its rows together (`BatchedState`), or slots of tables that our
+kernels write in place (state/delta.py).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class RecurrentState:
     """A sequence's running states in all gated delta layers.
 
     end: where its raw inputs end; 0 before any token.
-    num_uncertain: tokens of the last window whose inputs were left.
-    num_replay: those of them, the first ones, that count and are not in the state from before them.
+    num_uncertain: tokens of the last window whose inputs are kept.
+    num_replay: the committed ones of them, the first ones, which the state before them lacks.
     """
 
     is_sliceable = False
@@ -62,10 +62,10 @@ class RecurrentState:
 
 
 class LayerArrays(NamedTuple):
-    """What a step leaves of its rows in a layer, `[B, …]` each.
+    """A layer's arrays after a step, a row `[B, …]` for each of its sequences.
 
-    state: before the tokens that may be dropped, if there are any; after, stash: then the state after them, and their
-    inputs. window: raw inputs of the convolution, context first.
+    state: before the tokens that may be dropped. window: raw inputs of the convolution, context first.
+    after, stash: the state after those tokens, and their inputs; None if there are none.
     """
 
     state: mx.array
@@ -76,14 +76,15 @@ class LayerArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentBatch:
-    """What a step leaves of rows of one shape. While the same rows step together, the arrays are passed on whole."""
+    """All layers' arrays after a step of rows of one shape. As long as the same rows step together, they are passed on
+    whole, without an operation per row."""
 
     num_rows: int
     layers: dict[LayerKey, LayerArrays] = field(default_factory=dict)
 
 
 class BatchedState(RecurrentState):
-    """A row of a batch: on CPUs, on Metal, and in layers that our kernels don't do.
+    """A row of a batch: on CPUs, on Metal, and for layers that our kernels don't support.
 
     kept_all: whether no token of the last window was dropped. snapshots: of that window, by length.
     """
@@ -97,7 +98,7 @@ class BatchedState(RecurrentState):
         self.snapshots: dict[int, dict[LayerKey, RecurrentRecord]] = {}
 
     def advance(self, batch: RecurrentBatch, row: int, end: int, num_uncertain: int = 0) -> None:
-        """A step leaves a row of the batch, which its layers fill. end: of the raw inputs, with all of its tokens."""
+        """A step starts, whose layers fill the batch. end: of the raw inputs, with all tokens of the step."""
         self.batch, self.row, self.end, self.num_uncertain = batch, row, end, num_uncertain
 
     def commit(self, num_kept: int, num_window: int) -> None:
@@ -110,7 +111,7 @@ class BatchedState(RecurrentState):
         return self.kept_all or not self.num_replay
 
     def states(self, layer: LayerKey, is_settled: bool) -> mx.array:
-        """The batch's states, of which this row's is after all committed tokens, or from before those to replay."""
+        """The batch's states, of which this row's is after all committed tokens, or before those to replay."""
         arrays = self.batch.layers[layer]
         return arrays.state if arrays.after is None or not (is_settled and self.kept_all) else arrays.after
 
@@ -180,10 +181,10 @@ class BatchedState(RecurrentState):
 
 
 class PastRows:
-    """What rows of a step start from, in every layer. rows: their states, as they were before it."""
+    """The states that rows of a step start from."""
 
     def __init__(self, rows: Sequence[BatchedState], num_context: int) -> None:
-        """num_context: raw inputs that a token needs of earlier ones."""
+        """rows: copies from before the step. num_context: raw inputs of earlier tokens that a token needs."""
         self._rows = rows
         self._num_context = num_context
         self.are_settled = all(one.is_settled for one in rows)
@@ -193,7 +194,7 @@ class PastRows:
         )
 
     def states(self, layer: LayerKey) -> mx.array:
-        """After all committed tokens, or from before those that are `pending`; `[B, …]`."""
+        """`[B, …]`, after all committed tokens if `are_settled`, else before those that are `pending`."""
         first, *others = self._rows
         if self._are_batch and (not self.are_settled or all(one.kept_all is first.kept_all for one in others)):
             return first.states(layer, self.are_settled)

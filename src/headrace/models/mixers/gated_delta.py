@@ -30,7 +30,7 @@ SHORT_SPAN = 8
 class _Group:
     """Rows of one shape: equally many tokens, of which equally many are certain.
 
-    past, left: what they start from, and what they leave. snapshots: of a lone row, by layer at each of its points.
+    past, left: their states before and after the step. snapshots: of a lone row, by length and layer.
     """
 
     spans: Sequence[RowSpan]
@@ -58,10 +58,10 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a step's rows go through each layer.
+    """How a step's rows are grouped, the same in all layers.
 
-    is_decoding: whether they are one group, of a certain token each, with nothing to replay.
-    order: of the groups' tokens, as the step has them; None if it is theirs.
+    is_decoding: whether they are one group, of one certain token each, with nothing to replay.
+    order: indices that bring the groups' tokens into the step's order; None if they are in order.
     """
 
     groups: Sequence[_Group]
@@ -99,7 +99,7 @@ class GatedDeltaMixer(nn.Module):
         return summed(self.inner.out_proj(y), self.inner)
 
     def before_any_token(self, dtype: mx.Dtype) -> RecurrentBatch:
-        """What a new sequence starts from, in every layer."""
+        """The states of a new sequence, in every layer."""
         inner = self.inner
         state = mx.zeros((1, inner.num_v_heads, inner.head_v_dim, inner.head_k_dim))
         window = mx.zeros((1, self.num_context, self._taps.shape[2]), dtype)
@@ -145,7 +145,7 @@ class GatedDeltaMixer(nn.Module):
     def _scan(self, kernels: Kernels, group: _Group, layer: LayerKey, tokens: Prepared, windows: mx.array) -> mx.array:
         """Replay what is pending, then run the new tokens: `[B, n, num_v_heads, head_v_dim]`.
 
-        Leaves the states of the next step, and snapshots.
+        Fills the group's `left` and `snapshots`.
         """
         past, form = group.past, kernels.gated_delta
         # the grid of the chunked form stands at absolute positions
@@ -194,7 +194,7 @@ class GatedDeltaMixer(nn.Module):
 
 
 def _plan(step: PackedStep, given: tuple[GatedDeltaMixer, mx.Dtype]) -> _Plan:
-    """Let each row's state advance to what the step leaves. given: one of the layers, and the type of raw inputs."""
+    """Group the rows and open their windows. given: one of the layers, and the type of raw inputs."""
     mixer, dtype = given
     states = [span.state.recurrent(partial(BatchedState, step.kernels)) for span in step.spans]
     for state in states:
