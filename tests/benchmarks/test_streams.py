@@ -15,5 +15,5 @@ def test_a_message_takes_few_calls() -> None:
     run = subprocess.run([sys.executable, *words], cwd=ROOT, check=True, capture_output=True, text=True)
     found = re.search(r"^all .* ([0-9.]+) calls a message$", run.stdout, re.MULTILINE)
     assert found is not None
-    # one call for the socket, at least; it was 227 with more layers of generators and a search for markers in each token
+    # one call for the socket, at least; it was 227 with a search for markers in each token
     assert 1 < float(found[1]) < 140
