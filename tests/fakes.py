@@ -14,6 +14,7 @@ from typing import Any
 from starlette.applications import Starlette
 
 from headrace.config import ServerConfig
+from headrace.engine.host import ThisProcess
 from headrace.errors import RequestCancelled
 from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
@@ -200,6 +201,13 @@ class FakeStream:
             self._engine.aborted.append(self.request.request_id)
             self._engine.on_abort()
         await self._outputs.aclose()
+
+
+class FakeProcess(ThisProcess):
+    """Stands for the engines' process."""
+
+    def close(self) -> None:
+        pass
 
 
 class FakeEngine:

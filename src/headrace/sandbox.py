@@ -8,16 +8,16 @@ import queue
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from headrace.cancellation import WorkCancelled, check_cancelled, interrupted_by
+from headrace.messages import Message, reader, receive, send
 
 Result = TypeVar("Result")
 
@@ -165,8 +165,9 @@ class _HelperProcess:
             )
             on_failure.pop_all()
         self._socket = ours
+        self._read = reader(ours)
         self._in_call = threading.Lock()
-        _send(ours, max_bytes)
+        send(ours, max_bytes)
 
     @property
     def is_alive(self) -> bool:
@@ -176,11 +177,11 @@ class _HelperProcess:
         """Whether the function returned, and its result or else its error."""
         try:
             with self._in_call:
-                _send(self._socket, (timeout_s, function, args))
+                send(self._socket, (timeout_s, function, args))
                 self._socket.settimeout(_START_S)
-                _read(self._socket, len(_RECEIVED))
+                self._read(len(_RECEIVED))
                 self._socket.settimeout(timeout_s)
-                succeeded, result = _receive(self._socket)
+                succeeded, result = receive(self._read)
                 self._socket.settimeout(None)
         except TimeoutError as error:
             raise LimitExceeded("time") from error
@@ -206,9 +207,10 @@ def serve(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=descriptor) as connection, contextlib.suppress(EOFError, OSError):
-        _limit_memory(_receive(connection))
+        read = reader(connection)
+        _limit_memory(receive(read))
         while True:
-            timeout_s, function, args = _receive(connection)
+            timeout_s, function, args = receive(read)
             connection.sendall(_RECEIVED)
             # The default action ends the process even while it runs foreign code that holds the interpreter.
             signal.setitimer(signal.ITIMER_REAL, timeout_s + _ALARM_DELAY_S)
@@ -245,51 +247,10 @@ def _send_answer(connection: socket.socket, answer: tuple[bool, object]) -> None
             answer = (False, MemoryError())
         if not answer[0]:
             pickle.loads(pickle.dumps(answer))  # some errors pickle and cannot be read back
-        message = _Message(answer)
+        message = Message(answer)
     except MemoryError:
-        message = _Message((False, MemoryError()))
+        message = Message((False, MemoryError()))
     except Exception as error:  # an error or a result of foreign code that cannot be pickled
         kind = type(error if answer[0] else answer[1]).__name__
-        message = _Message((False, RuntimeError(f"the helper process cannot return a {kind}")))
+        message = Message((False, RuntimeError(f"the helper process cannot return a {kind}")))
     message.send(connection)
-
-
-class _Message:
-    """A pickled value; its arrays are not copied but sent from where they are.
-
-    On the wire: the number of parts, the length of each, and the parts: the pickle and then the arrays.
-    """
-
-    def __init__(self, value: object) -> None:
-        arrays: list[pickle.PickleBuffer] = []
-        data = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
-        self._parts = (memoryview(data), *(array.raw() for array in arrays))
-
-    def send(self, connection: socket.socket) -> None:
-        lengths = [len(part) for part in self._parts]
-        connection.sendall(struct.pack(f"<{len(lengths) + 1}Q", len(lengths), *lengths))
-        for part in self._parts:
-            connection.sendall(part)
-
-
-def _send(connection: socket.socket, value: object) -> None:
-    _Message(value).send(connection)
-
-
-def _receive(connection: socket.socket) -> Any:
-    """The next value. Raises EOFError when the other side is gone."""
-    (num_parts,) = struct.unpack("<Q", _read(connection, 8))
-    lengths = struct.unpack(f"<{num_parts}Q", _read(connection, 8 * num_parts))
-    data, *arrays = [_read(connection, length) for length in lengths]
-    return pickle.loads(data, buffers=arrays)
-
-
-def _read(connection: socket.socket, num_bytes: int) -> bytearray:
-    data = bytearray(num_bytes)
-    rest = memoryview(data)
-    while rest:
-        num_read = connection.recv_into(rest)
-        if not num_read:
-            raise EOFError
-        rest = rest[num_read:]
-    return data

@@ -72,9 +72,9 @@ def test_every_command_has_help_of_its_own(command: str, capsys: pytest.CaptureF
 def test_a_mistake_is_one_line_and_exit_code_2(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (serve_models, chat):
-        monkeypatch.setattr(module, "configured_text_pipeline", refuse_to_launch)
-        monkeypatch.setattr(module.Engine, "launch", refuse_to_launch)
+    monkeypatch.setattr(serve_models, "load_session", refuse_to_launch)
+    monkeypatch.setattr(chat, "configured_text_pipeline", refuse_to_launch)
+    monkeypatch.setattr(chat.Engine, "launch", refuse_to_launch)
     assert main(words) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("headrace: ")
@@ -86,12 +86,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_model_that_cannot_be_loaded_is_one_line_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(config: Config, constraints: None, **_: object) -> None:
+    def load(config: Config, *_: object) -> None:
         raise ModelError(f"{config.model} has no config.json")
 
-    monkeypatch.setattr(serve_models, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
-    monkeypatch.setattr(serve_models, "held_weights_bytes", lambda config: 0)
-    monkeypatch.setattr(serve_models.Engine, "launch", launch)
+    monkeypatch.setattr(serve_models, "_fetch", lambda *_: 0)
+    monkeypatch.setattr(serve_models, "load_session", load)
     assert main(["serve", "some/where", "--port", "0"]) == 2
     assert capsys.readouterr().err == "headrace: some/where has no config.json\n"
 
@@ -279,7 +278,7 @@ def test_another_failure_of_an_import_is_not_taken_for_it(monkeypatch: pytest.Mo
     def fail(module: str) -> None:
         raise ValueError("something else")
 
-    monkeypatch.setattr("headrace.cli.main.import_module", fail)
-    monkeypatch.setattr("headrace.cli.main.resource.getrlimit", lambda kind: (5000, 5000))
+    monkeypatch.setattr("headrace.cli.installed.import_module", fail)
+    monkeypatch.setattr("headrace.cli.installed.resource.getrlimit", lambda kind: (5000, 5000))
     with pytest.raises(ValueError, match="something else"):
         main(["serve"])

@@ -7,14 +7,12 @@ import json
 import shlex
 import socket
 from dataclasses import replace
-from types import SimpleNamespace
 
 import httpx
 import pytest
-from fakes import END, FakeEngine, PlainTemplate, describe, fake_session
+from fakes import END, FakeEngine, FakeProcess, PlainTemplate, describe, fake_session
 from loopback import serving
 
-from headrace.backend.device import Device
 from headrace.cli import serve, serve_models
 from headrace.cli.serve import summary
 from headrace.cli.serve_plan import PlannedModel, ServePlan
@@ -24,6 +22,7 @@ from headrace.session.model_entry import ModelEntry, ModelSource
 from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.types.model import ModelOutline
+from headrace.types.status import DeviceStatus
 
 DEFAULT = Config()
 
@@ -34,12 +33,12 @@ def alone(config: Config) -> ServePlan:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "current", lambda: Device("cpu", "Some CPU", 16_000_000_000, 4))
     monkeypatch.setattr(serve, "compiler", lambda: "/usr/bin/g++")
 
 
 def lines(session: Session, config: Config = DEFAULT) -> dict[str, str]:
-    return dict(line.split(": ", 1) for line in summary(config, session))
+    device = DeviceStatus("cpu", "Some CPU", 16_000_000_000, 4)
+    return dict(line.split(": ", 1) for line in summary(config, session, device))
 
 
 def test_a_model_that_lacks_nothing() -> None:
@@ -131,16 +130,14 @@ def test_an_interrupted_server_does_not_wait_for_the_engine(
 
     monkeypatch.setattr(serve, "serve", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        serve.run(alone(Config(server=ServerConfig(port=0))))
+        serve.run(alone(Config(server=ServerConfig(port=0))), FakeProcess())
     assert not engine.stopped
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine("hi", model=describe(generation_config={"repetition_penalty": 1.2}))
-    monkeypatch.setattr(serve_models.Engine, "launch", lambda *_, **__: engine)
-    monkeypatch.setattr(serve_models, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
-    monkeypatch.setattr(serve_models, "configured_session", lambda config, engine, text: fake_session(engine))
+    monkeypatch.setattr(serve_models, "load_session", lambda *_: fake_session(engine))
     return engine
 
 
@@ -158,7 +155,7 @@ def test_the_summary_comes_first_and_the_address_only_once_the_server_listens(
         assert f"http://127.0.0.1:{port}/v1" in capsys.readouterr().out
 
     monkeypatch.setattr(serve, "serve", listen)
-    serve.run(alone(Config(server=ServerConfig(port=0, verbose=verbose))))
+    serve.run(alone(Config(server=ServerConfig(port=0, verbose=verbose))), FakeProcess())
     assert engine.stopped
 
 
@@ -168,19 +165,18 @@ def test_the_engine_is_stopped_when_serving_fails(engine: FakeEngine, monkeypatc
 
     monkeypatch.setattr(serve, "serve", fail)
     with pytest.raises(ConfigError):
-        serve.run(alone(Config(server=ServerConfig(port=0))))
+        serve.run(alone(Config(server=ServerConfig(port=0))), FakeProcess())
     assert engine.stopped
 
 
 def test_what_is_being_loaded_is_said_before_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve_models, "configured_text_pipeline", lambda config: SimpleNamespace(constraints=None))
-    monkeypatch.setattr(serve_models, "held_weights_bytes", lambda config: 0)
+    monkeypatch.setattr(serve_models, "_fetch", lambda *_: 0)
 
-    def launch(*_: object, **__: object) -> FakeEngine:
+    def load(*_: object) -> FakeEngine:
         raise ModelError(f"after {capsys.readouterr().out!r}")
 
-    monkeypatch.setattr(serve_models.Engine, "launch", launch)
+    monkeypatch.setattr(serve_models, "load_session", load)
     with pytest.raises(ModelError, match="after 'loading some-model"):
-        serve.run(alone(Config("some-model", server=ServerConfig(port=0))))
+        serve.run(alone(Config("some-model", server=ServerConfig(port=0))), FakeProcess())

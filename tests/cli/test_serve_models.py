@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fakes import FakeProcess
 
 from headrace.cli.serve_models import load_first, served_models
 from headrace.cli.serve_plan import read_plan
@@ -14,7 +15,7 @@ from headrace.types.model_status import ModelState
 
 def refused(*words: str) -> str:
     with pytest.raises(ConfigError) as error:
-        served_models(read_plan([*words, "--gpu-memory-utilization", "0.3"], {}))
+        served_models(read_plan([*words, "--gpu-memory-utilization", "0.3"], {}), FakeProcess())
     return error.value.message
 
 
@@ -57,7 +58,7 @@ def test_a_model_whose_files_cannot_be_fetched_at_the_start_has_failed(tmp_path:
 
 def test_a_server_whose_models_all_do_not_fit_does_not_start() -> None:
     plan = read_plan(["miniature", "--keep", "miniature", "--keep", "miniature-draft", "miniature-draft"], {})
-    models = served_models(plan)
+    models = served_models(plan, FakeProcess())
     models.total_bytes = 10**6
     with pytest.raises(ModelError, match=r"no model can be loaded; .* it needs about 0.0\d GB, and there are 0.00 GB"):
         load_first(models, plan)

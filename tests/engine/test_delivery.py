@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.engine.delivery import LONGEST_PAUSE_S, Accepted, Delivery, Item, OutputQueue
+from headrace.engine.delivery import (
+    LONGEST_PAUSE_S,
+    Accepted,
+    EventLoopReceiver,
+    Item,
+    OutputQueue,
+    deliver,
+)
 from headrace.engine.engine import OutputStream
 from headrace.errors import GenerationFailed
 from headrace.types.events import FinishReason, OutputTimes, TokenLogprobs, TokenOutput
@@ -51,13 +58,12 @@ def test_items_that_come_during_a_pause_are_delivered_after_it(monkeypatch: pyte
         taken.append(item)
         loop.cpu_s += 0.002
 
-    outputs = OutputQueue(loop, put, "one")  # type: ignore[arg-type]
-    delivery = Delivery()
-    delivery.hand_over([(outputs, output(1))])
+    outputs = OutputQueue(EventLoopReceiver(loop), put, "one")  # type: ignore[arg-type]
+    deliver([(outputs, output(1))])
     loop.run_ready()
     assert [(delay_s, taken) for delay_s, _ in loop.timers] == [(0.014, [output(1)])], "seven times the delivery"
-    delivery.hand_over([(outputs, output(2))])
-    delivery.hand_over([(outputs, output(3))])
+    deliver([(outputs, output(2))])
+    deliver([(outputs, output(3))])
     loop.run_ready()
     assert taken == [output(1)], "the engine has the interpreter"
     loop.timers.pop()[1]()
@@ -66,7 +72,7 @@ def test_items_that_come_during_a_pause_are_delivered_after_it(monkeypatch: pyte
     ((delay_s, resume),) = loop.timers
     assert delay_s == pytest.approx(0.028)
     resume()
-    delivery.hand_over([(outputs, output(4))])
+    deliver([(outputs, output(4))])
     loop.run_ready()
     assert taken[-1] == output(4), "no pause is left when none is due"
 
@@ -77,7 +83,7 @@ def test_a_long_delivery_has_a_pause_that_readers_hardly_notice(monkeypatch: pyt
     def put(item: Item) -> None:
         loop.cpu_s += 0.5
 
-    Delivery().hand_over([(OutputQueue(loop, put, "one"), output(1))])  # type: ignore[arg-type]
+    deliver([(OutputQueue(EventLoopReceiver(loop), put, "one"), output(1))])  # type: ignore[arg-type]
     loop.run_ready()
     assert [delay_s for delay_s, _ in loop.timers] == [LONGEST_PAUSE_S]
     assert LONGEST_PAUSE_S <= 0.033, "thirty times a second"
@@ -86,10 +92,9 @@ def test_a_long_delivery_has_a_pause_that_readers_hardly_notice(monkeypatch: pyt
 def test_a_short_delivery_has_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = SteppedLoop(monkeypatch)
     taken: list[Item] = []
-    outputs = OutputQueue(loop, taken.append, "one")  # type: ignore[arg-type]
-    delivery = Delivery()
+    outputs = OutputQueue(EventLoopReceiver(loop), taken.append, "one")  # type: ignore[arg-type]
     for token_id in range(5):
-        delivery.hand_over([(outputs, output(token_id))])
+        deliver([(outputs, output(token_id))])
         loop.run_ready()
         assert len(taken) == token_id + 1
     assert not loop.timers
@@ -98,12 +103,11 @@ def test_a_short_delivery_has_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_lost_or_reordered_between_threads() -> None:
     async def read() -> list[Item]:
         taken: list[Item] = []
-        outputs = OutputQueue(asyncio.get_running_loop(), taken.append, "one")
-        delivery = Delivery()
+        outputs = OutputQueue(EventLoopReceiver(asyncio.get_running_loop()), taken.append, "one")
 
         def hand_over() -> None:
             for token_id in range(20_000):
-                delivery.hand_over([(outputs, output(token_id))])
+                deliver([(outputs, output(token_id))])
 
         engine = threading.Thread(target=hand_over)
         engine.start()
@@ -119,11 +123,13 @@ def test_nothing_is_lost_or_reordered_between_threads() -> None:
 def test_requests_of_a_closed_event_loop_are_named() -> None:
     taken: list[Item] = []
     closed, open_ = asyncio.new_event_loop(), asyncio.new_event_loop()
-    delivery = Delivery()
-    queues = [OutputQueue(closed, taken.append, "gone"), OutputQueue(open_, taken.append, "here")]
+    queues = [
+        OutputQueue(EventLoopReceiver(closed), taken.append, "gone"),
+        OutputQueue(EventLoopReceiver(open_), taken.append, "here"),
+    ]
     closed.close()
     for _ in range(2):
-        assert delivery.hand_over([(outputs, output(1)) for outputs in queues]) == ["gone"]
+        assert deliver([(outputs, output(1)) for outputs in queues]) == ["gone"]
     open_.run_until_complete(asyncio.sleep(0))
     assert taken == [output(1), output(1)]
     open_.close()
@@ -142,7 +148,9 @@ def test_outputs_that_have_arrived_are_joined_by_choice() -> None:
 
     async def read() -> tuple[list[TokenOutput], str]:
         stream = OutputStream(
-            GenerationRequest("one", (0,), SamplingParams(), max_tokens=9, num_choices=2), lambda _: None
+            GenerationRequest("one", (0,), SamplingParams(), max_tokens=9, num_choices=2),
+            lambda _: None,
+            EventLoopReceiver(asyncio.get_running_loop()),
         )
         for item in arrived:
             stream.outputs.put(item)
@@ -171,7 +179,8 @@ def test_progress_of_a_prompt_is_not_joined_and_the_latest_time_stays() -> None:
     ]
 
     async def read() -> list[TokenOutput]:
-        stream = OutputStream(GenerationRequest("one", (0,), SamplingParams(), max_tokens=9), lambda _: None)
+        receiver = EventLoopReceiver(asyncio.get_running_loop())
+        stream = OutputStream(GenerationRequest("one", (0,), SamplingParams(), max_tokens=9), lambda _: None, receiver)
         for item in arrived:
             stream.outputs.put(item)
         await stream.accepted()

@@ -94,7 +94,7 @@ async def give_up_within(
         for chunk in plan.chunks:
             computed.append(chunk)
             if chunk.start <= num_tokens < chunk.start + len(chunk.token_ids):
-                engine._inbox.put(Abort(request.request_id))
+                engine._core.send(Abort(request.request_id))
                 event_loop.call_soon_threadsafe(over.set)
         return execute(self, plan, requests)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from models import tiny_head
 
 from headrace.engine import prepare as prepare_module
 from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
-from headrace.engine.delivery import Accepted, OutputQueue
+from headrace.engine.delivery import Accepted, Item, OutputQueue
 from headrace.engine.engine import Engine
 from headrace.engine.loop import Loop
 from headrace.engine.runner import Runner
@@ -101,18 +101,11 @@ async def test_a_draft_that_raises_costs_the_prompt_its_thinning_and_is_counted_
 
 
 class Here:
-    """Stands for an event loop of this thread, in which what is handed over is taken at once."""
+    """A receiver in the engine's thread."""
 
-    def call_soon_threadsafe(self, callback: Callable[..., object], *given: object) -> None:
-        callback(*given)
-
-    call_soon = call_soon_threadsafe
-
-    def call_later(self, delay_s: float, callback: Callable[..., object], *given: object) -> None:
-        callback(*given)
-
-    def is_closed(self) -> bool:
-        return False
+    def receive(self, items: Sequence[tuple[OutputQueue, Item]]) -> None:
+        for outputs, item in items:
+            outputs.put(item)
 
 
 class Scenario:
@@ -135,7 +128,7 @@ class Scenario:
         patch.setattr(SparseDraft, "advance", advance)
 
     def submit(self, request: GenerationRequest) -> None:
-        self.inbox.put(Submit(request, OutputQueue(Here(), self.heard.append, request.request_id), 0.0))  # type: ignore[arg-type]
+        self.inbox.put(Submit(request, OutputQueue(Here(), self.heard.append, request.request_id), 0.0))
 
 
 def test_a_request_that_is_aborted_while_it_is_scored_frees_all_it_has_before_the_next_chunk(

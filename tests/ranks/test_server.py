@@ -55,9 +55,18 @@ class Server:
     @property
     def other_ranks(self) -> list[Path]:
         """In /proc."""
-        listed = subprocess.run(["pgrep", "-P", str(self.process.pid)], stdout=subprocess.PIPE, text=True).stdout
-        children = [Path("/proc") / each for each in listed.split()]
-        return [each for each in children if "headrace.cli.rank" in (each / "cmdline").read_text()]
+        return [
+            rank
+            for engines in children(self.process.pid, "engine_process")
+            for rank in children(int(engines.name), "cli.rank")
+        ]
+
+
+def children(pid: int, word: str) -> list[Path]:
+    """Processes in /proc that a process has started with this word in their command."""
+    listed = subprocess.run(["pgrep", "-P", str(pid)], stdout=subprocess.PIPE, text=True).stdout
+    found = [Path("/proc") / each for each in listed.split()]
+    return [each for each in found if word in (each / "cmdline").read_text()]
 
 
 def wait_for(condition: Any, server: Server) -> None:

@@ -28,8 +28,9 @@ BODY = {"messages": [{"role": "user", "content": "hello"}]}
 PROGRAM = textwrap.dedent("""
     import asyncio, ctypes, os, re, signal, socket, sys, threading
     from types import SimpleNamespace
-    from fakes import ByteTokenizer, FakeEngine, describe, fake_session
-    from headrace.cli import main, serve, serve_models
+    from fakes import ByteTokenizer, FakeEngine, FakeProcess, describe, fake_session
+    from headrace.cli import main, serve, serve_models, serve_start
+    from headrace.engine.thread import EngineThread
     from headrace.server import run
 
     class Silent(FakeEngine):
@@ -61,9 +62,8 @@ PROGRAM = textwrap.dedent("""
     run._END_S = 2
     engine = Silent(*["word"] * int(sys.argv[2]), asyncio.Event(), model=describe(max_model_len=10**6))
     serve.open_listener = open_listener
-    serve_models.configured_text_pipeline = lambda config: SimpleNamespace(constraints=None)
-    serve_models.Engine.launch = lambda *_, **__: engine
-    serve_models.configured_session = lambda config, engine, text: fake_session(engine)
+    serve_start.EngineProcess = FakeProcess
+    serve_models.load_session = lambda *_: fake_session(engine)
     sys.argv = ["headrace", "serve", "--port", "0", "--drain-seconds", sys.argv[1]]
     FAULT
     sys.exit(main.command())
@@ -230,8 +230,8 @@ def wait_until_stuck(process: subprocess.Popen[str]) -> None:
 STUCK_TOKENIZER = "ByteTokenizer.encode_document = lambda *_: {}()"
 STUCK_ENGINE = """
 engine._inbox, engine._thread = SimpleNamespace(put=lambda _: None), threading.Thread(target={}, daemon=True)
-engine._death = engine._ranks = None
-engine.on_start, Silent.stop = engine._thread.start, serve_models.Engine.stop
+engine.death = engine._ranks = None
+engine.on_start, Silent.stop = engine._thread.start, EngineThread.stop
 """.strip()
 
 
@@ -260,9 +260,9 @@ def test_a_signal_ends_a_server_that_is_stuck_in_native_code(fault: str, code: i
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
-        ("serve_models.configured_text_pipeline = lambda config: freezes()", -signal.SIGTERM),
+        ("serve_models.load_session = lambda *_: freezes()", -signal.SIGTERM),
         # the kernel spares process 1
-        ("serve_models.Engine.launch = lambda *_, **__: blocks(); os.getpid = lambda: 1", 143),
+        ("serve_models.load_session = lambda *_: blocks(); os.getpid = lambda: 1", 143),
     ],
 )
 def test_a_signal_ends_a_server_that_is_stuck_while_it_loads(fault: str, code: int) -> None:

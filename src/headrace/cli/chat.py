@@ -29,7 +29,7 @@ from headrace.cli.progress import PromptProgress, loading_text, preparing_text
 from headrace.cli.progress_line import Waiting
 from headrace.config import DEFAULT_MODEL, Config
 from headrace.config_loading import warn_of_unknown_variables
-from headrace.engine.engine import Engine
+from headrace.engine.engine import Engine, this_process
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.purpose import purpose_by_name
 from headrace.session.session import Session
@@ -87,7 +87,8 @@ def run(config: Config) -> None:
         text = configured_text_pipeline(config)
         if text is None:
             raise no_chat_model(config)
-    with Waiting(loading_text(config)):
+        expected_bytes = this_process().weights_bytes(config)
+    with Waiting(loading_text(config, this_process(), expected_bytes)):
         engine = Engine.launch(config, text.constraints)
     try:
         # Without preparing turns: while this waits for a line to be typed, its event loop stands still.

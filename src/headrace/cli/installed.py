@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import resource
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError
+
+_LEAST_OPEN_FILES = 4096
 
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -60,3 +67,20 @@ def vision_advice() -> str | None:
 
     requirement = next(one for one in metadata.requires("headrace") or () if one.startswith("mlx-vlm"))
     return f"`pip install --no-deps '{requirement.partition(';')[0].strip()}'`"
+
+
+def import_command(module: str) -> Any:
+    """Raises ConfigError where MLX lacks its compute library, or where mlx-lm may not open enough files."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        if (advice := backend_advice(error, installed_backends())) is None:
+            raise
+        raise ConfigError(advice) from error
+    except ValueError as error:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if not 0 <= most < _LEAST_OPEN_FILES:
+            raise
+        raise ConfigError(
+            f"this process may open {most} files at most (ulimit -Hn), and mlx-lm needs {_LEAST_OPEN_FILES}"
+        ) from error

@@ -7,24 +7,20 @@ import io
 import logging
 import os
 import re
-import resource
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from headrace import __version__
 from headrace.cli.commands import COMMANDS, find_command, listed
-from headrace.cli.installed import backend_advice, installed_backends
+from headrace.cli.installed import import_command
 from headrace.config import all_knobs
 from headrace.config_loading import Parser, set_up_libraries
 from headrace.errors import ConfigError, HeadraceError
 from headrace.server.log_format import TEXT_FORMAT
-
-_LEAST_OPEN_FILES = 4096
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
@@ -62,24 +58,7 @@ def _run(words: Sequence[str]) -> None:
         raise ConfigError(f"a command is missing; commands: {', '.join(COMMANDS)}")
     command, rest = find_command(words)
     parsed = command.parse(rest)
-    getattr(_import_command(command.module), command.name)(parsed)
-
-
-def _import_command(module: str) -> Any:
-    """Raises ConfigError where MLX lacks its compute library, or where mlx-lm may not open enough files."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        if (advice := backend_advice(error, installed_backends())) is None:
-            raise
-        raise ConfigError(advice) from error
-    except ValueError as error:
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if not 0 <= most < _LEAST_OPEN_FILES:
-            raise
-        raise ConfigError(
-            f"this process may open {most} files at most (ulimit -Hn), and mlx-lm needs {_LEAST_OPEN_FILES}"
-        ) from error
+    getattr(import_command(command.module), command.name)(parsed)
 
 
 def with_flags(message: str) -> str:

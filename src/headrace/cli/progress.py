@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
 
-from headrace.backend.device import memory_in_use
 from headrace.cli.download_progress import downloading_text
 from headrace.cli.progress_line import ProgressLine
 from headrace.config import Config
-from headrace.engine.model_files import held_weights_bytes
+from headrace.engine.engine import EngineHost
 from headrace.errors import HeadraceError
 from headrace.session.models import Models
 from headrace.types.status import Phase, RequestStatus
@@ -74,12 +72,11 @@ def preparing_text(config: Config) -> Callable[[float], str]:
     return lambda seconds: downloading_text() or f"preparing {config.model}: {seconds:.0f} s"
 
 
-def loading_text(config: Config) -> Callable[[float], str]:
-    """What a Waiting shows while a model is loaded, whose files are there: share, size, and seconds left."""
-    expected = functools.cache(lambda: held_weights_bytes(config))
+def loading_text(config: Config, host: EngineHost, expected: int) -> Callable[[float], str]:
+    """What a Waiting shows while a model is loaded: share, size, and seconds left. expected: bytes of its weights."""
 
     def text(seconds: float) -> str:
-        return f"loading {config.model}: {loading_progress(memory_in_use(), expected(), seconds)}"
+        return f"loading {config.model}: {loading_progress(host.memory_in_use(), expected, seconds)}"
 
     return text
 

@@ -50,7 +50,7 @@ def _run(invitation: Invitation) -> int:
 
 
 def _take_part(ranks: Ranks) -> int:
-    engine_module, configured = import_module("headrace.engine.engine"), import_module("headrace.cli.configured")
+    thread, configured = import_module("headrace.engine.thread"), import_module("headrace.cli.configured")
     config = ranks.hear()
     check = import_module("headrace.engine.rank_check")
     if isinstance(config, check.RankCheck):
@@ -58,7 +58,7 @@ def _take_part(ranks: Ranks) -> int:
         return 0 if ranks.hear() is None else 2
     logger.setLevel(config.server.log_level.upper())
     text = configured.configured_text_pipeline(config)
-    engine = engine_module.Engine.launch(config, text.constraints, ranks=ranks)
+    engine = thread.EngineThread.launch(config, text.constraints, ranks=ranks)
     engine.wait_for_end()
     return 0 if ranks.has_ended_well else 2
 

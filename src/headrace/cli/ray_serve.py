@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 
-from headrace.cli.configured import (
-    configured_session,
-    configured_text_pipeline,
-    served_models,
-    without_missing_vision,
-)
+from headrace.cli.configured import served_models
+from headrace.cli.serve_models import load_session
 from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
-from headrace.engine.engine import Engine
 from headrace.engine.model_files import model_files
+from headrace.engine.remote import EngineProcess
 from headrace.errors import ConfigError
 from headrace.replicas.loaded import LoadedReplica
 from headrace.server.log_format import use_log_format
@@ -38,9 +34,12 @@ def run(config: Config) -> None:
 
 def load(config: Config) -> LoadedReplica:
     """In a replica's process."""
-    config = without_missing_vision(config)
-    text = configured_text_pipeline(config)
-    engine = Engine.launch(config, None if text is None else text.constraints)
-    session = configured_session(config, engine, text)
+    process = EngineProcess()
+    session = load_session(config, process, None)
     session.start_processes()
-    return LoadedReplica(served_models(config, session), engine.stop)
+
+    def stop() -> None:
+        session.stop()
+        process.close()
+
+    return LoadedReplica(served_models(config, session), stop)

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.backend.device import current
 from headrace.backend.doctor import compiler
 from headrace.cli.progress import show_prompts
 from headrace.cli.progress_line import ProgressLine
@@ -20,6 +19,7 @@ from headrace.cli.serve_models import load_first, served_models
 from headrace.cli.serve_plan import ServePlan
 from headrace.config import Config, ServerConfig
 from headrace.config_loading import warn_of_unknown_variables
+from headrace.engine.remote import EngineProcess
 from headrace.models.purpose import purpose_by_name
 from headrace.server.log_format import use_log_format
 from headrace.server.run import base_url, open_listener, serve
@@ -27,12 +27,15 @@ from headrace.session.embeddings import AnySession, EmbeddingSession
 from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.types.pooling import PoolingTask
+from headrace.types.status import DeviceStatus
 
 
-def summary(config: Config, session: AnySession) -> tuple[str, ...]:
+def summary(config: Config, session: AnySession, device: DeviceStatus) -> tuple[str, ...]:
     """The model and the device, the context, what it can do, and what is missing. The address follows later."""
-    model, here = session.model, current()
-    first = f"model: {model.name} ({model.model_type}) on {here.name} ({here.kind}), {here.memory_bytes / 1e9:.1f} GB"
+    model = session.model
+    first = (
+        f"model: {model.name} ({model.model_type}) on {device.name} ({device.kind}), {device.memory_bytes / 1e9:.1f} GB"
+    )
     if isinstance(session, EmbeddingSession):
         return (
             first,
@@ -44,7 +47,7 @@ def summary(config: Config, session: AnySession) -> tuple[str, ...]:
         first,
         f"context: {model.max_model_len} tokens, prompt and answer together",
         f"can do: {', '.join(_abilities(config, session))}",
-        f"missing: {'; '.join(_gaps(config, session)) or 'nothing'}",
+        f"missing: {'; '.join(_gaps(config, session, device.kind)) or 'nothing'}",
     )
     return (*lines, *_handover(config.server))
 
@@ -83,14 +86,14 @@ def _pooling_abilities(session: EmbeddingSession) -> Iterator[str]:
         yield f"prompts {', '.join(session.pooling.prompts)}"
 
 
-def _gaps(config: Config, session: Session) -> Iterator[str]:
+def _gaps(config: Config, session: Session, device_kind: str) -> Iterator[str]:
     if not session.takes_chats:
         yield "a chat template, so chats are refused: this is a base model"
     elif (purpose := purpose_by_name(session.model.name)) is not None:
         yield f"a purpose for chats: by its name this is {purpose}"
     if session.model.config.get("vision_config") and not session.model.takes_media:
         yield "images and videos"
-    if current().kind == "cpu" and compiler() is None:
+    if device_kind == "cpu" and compiler() is None:
         yield "a C++ compiler (g++), without which a CPU runs fused operations one by one"
 
 
@@ -134,8 +137,8 @@ TERMINATED = 143
 """Exit code after SIGTERM, as shells use it."""
 
 
-def run(plan: ServePlan) -> None:
-    """Loads models and serves them until a signal comes. Raises ConfigError and ModelError."""
+def run(plan: ServePlan, process: EngineProcess) -> None:
+    """Loads models in a process and serves them until a signal comes. Raises ConfigError and ModelError."""
     config = plan.config
     use_log_format(config.server.log_format)
     logging.getLogger("headrace").setLevel(config.server.log_level.upper())
@@ -143,7 +146,7 @@ def run(plan: ServePlan) -> None:
     if os.getpid() == 1:
         # In a container: for process 1 the kernel ignores signals that have no handler.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED))
-    models = served_models(plan)
+    models = served_models(plan, process)
     with open_listener(config.server) as listener:
         try:
             load_first(models, plan)
@@ -179,7 +182,7 @@ def _start_lines(plan: ServePlan, models: Models) -> Iterator[str]:
         if (session := entry.session) is not None:
             if plan.config.server.verbose:
                 yield from (*session.model.report, *session.notes)
-            yield from summary(planned.config, session)
+            yield from summary(planned.config, session, entry.source.host.device())
         else:
             yield f"model: {entry.name}, {entry.state.value}{'' if entry.reason is None else f': {entry.reason}'}"
 

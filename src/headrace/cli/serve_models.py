@@ -14,13 +14,10 @@ from headrace.cli.progress_line import Waiting
 from headrace.cli.serve_plan import PlannedModel, ServePlan
 from headrace.config import Config, ServerConfig
 from headrace.config_loading import with_suggestion
-from headrace.engine.engine import Engine, device_memory
-from headrace.engine.group import ranks_layout, refuse_with_ranks
-from headrace.engine.model_files import held_weights_bytes, local_files, model_name
-from headrace.engine.turns import DeviceTurns
+from headrace.engine.engine import Engine
+from headrace.engine.model_files import local_files, model_files, model_name
+from headrace.engine.remote import EngineProcess
 from headrace.errors import ConfigError, HeadraceError, ModelError
-from headrace.ranks.channel import Ranks
-from headrace.ranks.start import start_ranks
 from headrace.session.embeddings import AnySession
 from headrace.session.model_entry import ModelEntry, ModelSource
 from headrace.session.models import Models
@@ -33,10 +30,9 @@ from headrace.types.pooling import PoolingTask
 log = logging.getLogger(__name__)
 
 
-def served_models(plan: ServePlan) -> Models:
+def served_models(plan: ServePlan, process: EngineProcess) -> Models:
     """Nothing is loaded yet. Raises ConfigError for names that are not unique, and for unknown ones of --keep."""
-    turns = DeviceTurns()
-    entries = [_entry(planned, turns) for planned in plan.models]
+    entries = [_entry(planned, process) for planned in plan.models]
     _check(entries, plan.config.server.keep)
     total = None
     if len(entries) > 1:
@@ -45,21 +41,27 @@ def served_models(plan: ServePlan) -> Models:
         kinds = {planned.config.models.numerics for planned in plan.models}
         if len(kinds) > 1:
             raise ConfigError("--numerics holds for the whole process: it must be the same for all models")
-        total = device_memory(plan.config.engine.gpu_memory_utilization)
+        total = process.device_memory(plan.config.engine.gpu_memory_utilization)
     return Models(entries, total, takes_any_name=plan.takes_any_name, needs_name=plan.needs_name)
 
 
-def _entry(planned: PlannedModel, turns: DeviceTurns) -> ModelEntry:
+def _entry(planned: PlannedModel, process: EngineProcess) -> ModelEntry:
     config = planned.config
     source = ModelSource(
         word=config.model,
-        fetch=partial(held_weights_bytes, config),
-        load=partial(load_session, config, turns),
+        fetch=partial(_fetch, config, process),
+        load=partial(load_session, config, process),
         outline=partial(_outline, config),
         adapters=tuple(each.partition("=")[0] for each in config.models.adapter),
+        host=process,
     )
     names = planned.names or (model_name(config.model),)
     return ModelEntry(names, source, is_kept=planned.is_kept, idle_unload_s=config.models.idle_unload)
+
+
+def _fetch(config: Config, process: EngineProcess) -> int:
+    model_files(config)
+    return process.weights_bytes(config)
 
 
 def _check(entries: Sequence[ModelEntry], keep: Sequence[str]) -> None:
@@ -97,8 +99,8 @@ def load_first(models: Models, plan: ServePlan) -> None:
         print(f"loading {config.model}", flush=True)  # a large one takes long, and a download longer
         try:
             with Waiting(preparing_text(config)):
-                entry.source.fetch()
-            with Waiting(loading_text(config)):
+                expected_bytes = entry.source.fetch()
+            with Waiting(loading_text(config, entry.source.host, expected_bytes)):
                 asyncio.run(models.start(entry))
         except HeadraceError as error:
             if len(models.entries) == 1:
@@ -111,28 +113,18 @@ def load_first(models: Models, plan: ServePlan) -> None:
         raise ModelError(f"no model can be loaded; the last one: {errors[-1].message}")
 
 
-def load_session(config: Config, turns: DeviceTurns, share: MemoryShare | None) -> AnySession:
+def load_session(config: Config, process: EngineProcess, share: MemoryShare | None) -> AnySession:
     """Load a model. Raises ModelError and ConfigError."""
     config = without_missing_vision(config)
-    text = configured_text_pipeline(config)
-    constraints = None if text is None else text.constraints
-    engine = Engine.launch(config, constraints, turns=turns, share=share, ranks=other_ranks(config))
-    try:
-        return configured_session(config, engine, text)
-    except BaseException:
-        engine.stop()
-        raise
-
-
-def other_ranks(config: Config) -> Ranks | None:
-    """Start the processes that share the model; None where it is not split. Raises ConfigError."""
-    if config.split.ranks is None:
-        return None
-    refuse_with_ranks(config)
-    ranks = start_ranks(ranks_layout(config.split))
     # the server's key and addresses stay here
-    ranks.tell(replace(config, server=ServerConfig(log_level=config.server.log_level)))
-    return ranks
+    core = process.launch(replace(config, server=ServerConfig(log_level=config.server.log_level)), share)
+    try:
+        text = configured_text_pipeline(config)
+        core.wait()
+        return configured_session(config, Engine(core), text)
+    except BaseException:
+        core.stop()
+        raise
 
 
 def _outline(config: Config) -> ModelOutline:

@@ -1,4 +1,4 @@
-"""What the engine's thread is told to do between two steps."""
+"""What an engine's thread is told to do between two steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from headrace.types.request import GenerationRequest
 
 if TYPE_CHECKING:
     from headrace.engine.loop import Loop
+    from headrace.engine.thread import EngineThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +48,11 @@ class Stop:
 
 
 Command = Submit | Abort | Ask | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call a function in a thread beside the engine's, which goes on meanwhile. reply: as in Ask."""
+
+    call: Callable[[EngineThread], Any]
+    reply: Callable[[Any], None]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from headrace.errors import HeadraceError
 from headrace.types.events import TokenOutput
@@ -28,47 +29,42 @@ Item = Accepted | TokenOutput | HeadraceError
 """What a request's stream receives: Accepted, then outputs, or an error."""
 
 
+class Receiver(Protocol):
+    """Where the items of many requests go together."""
+
+    def receive(self, items: Sequence[tuple[OutputQueue, Item]]) -> None:
+        """Called in the engine's thread. Raises RuntimeError if no caller waits for items any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputQueue:
-    """Where a request's items go. put: never blocks; called in the event loop's thread."""
+    """Where a request's items go. put: called by the receiver."""
 
-    event_loop: asyncio.AbstractEventLoop
+    receiver: Receiver
     put: Callable[[Item], None]
     request_id: str
 
 
-class Delivery:
-    """Hands items over to their queues."""
-
-    def __init__(self) -> None:
-        self._loops: dict[asyncio.AbstractEventLoop, _LoopDelivery] = {}
-
-    def hand_over(self, items: Sequence[tuple[OutputQueue, Item]]) -> list[str]:
-        """Returns the ids of requests whose event loop is closed: no caller waits for them any more."""
-        undeliverable: list[str] = []
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputQueue, Item]]] = {}
-        for outputs, item in items:
-            by_loop.setdefault(outputs.event_loop, []).append((outputs, item))
-        for event_loop, loop_items in by_loop.items():
-            delivery = self._loops.get(event_loop)
-            if delivery is None:
-                self._loops = {each: known for each, known in self._loops.items() if not each.is_closed()}
-                delivery = self._loops[event_loop] = _LoopDelivery(event_loop)
-            try:
-                delivery.hand_over(loop_items)
-            except RuntimeError:
-                del self._loops[event_loop]
-                undeliverable += [outputs.request_id for outputs, _ in loop_items]
-        return undeliverable
+def deliver(items: Sequence[tuple[OutputQueue, Item]]) -> list[str]:
+    """Hand items over, each receiver's at once. Returns the ids of requests whose caller no longer waits."""
+    undeliverable: list[str] = []
+    by_receiver: dict[Receiver, list[tuple[OutputQueue, Item]]] = {}
+    for outputs, item in items:
+        by_receiver.setdefault(outputs.receiver, []).append((outputs, item))
+    for receiver, received in by_receiver.items():
+        try:
+            receiver.receive(received)
+        except RuntimeError:
+            undeliverable += [outputs.request_id for outputs, _ in received]
+    return undeliverable
 
 
-class _LoopDelivery:
-    """Delivery to one event loop, with pauses for the engine.
+class EventLoopReceiver:
+    """An event loop, woken once for the items of all its streams.
 
-    A call wakes the event loop's thread, which then holds the interpreter when the engine's thread wants it back. So
-    there is one call for all streams (with eight calls, a step with 1 ms of host work took 1.8 ms, with one call
-    1.1 ms), and a pause after each delivery, in which items are collected: 64 streams need about 7 ms for a message
-    each, which costs more than another token in it, and a step takes as long.
+    After each delivery it pauses, and what comes meanwhile is delivered together: another token in a message costs
+    the server and its client far less than another message. (64 streams need about 7 ms for a message each, and a step
+    takes as long.)
     """
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
@@ -77,8 +73,7 @@ class _LoopDelivery:
         self._items: list[tuple[OutputQueue, Item]] = []
         self._is_delivering = False
 
-    def hand_over(self, items: Sequence[tuple[OutputQueue, Item]]) -> None:
-        """In the engine's thread. Raises RuntimeError if the event loop is closed."""
+    def receive(self, items: Sequence[tuple[OutputQueue, Item]]) -> None:
         with self._lock:
             self._items.extend(items)
             was_delivering = self._is_delivering

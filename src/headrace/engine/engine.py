@@ -1,59 +1,94 @@
-"""The engine's async facade.
+"""The engine's async facade: what sessions see of a loaded model.
 
-    asyncio ── Submit, Abort, Ask ──▶ inbox ──▶ the engine's thread ──▶ one queue per request
+    asyncio ── Submit, Abort, Ask ──▶ the engine's thread ──▶ one queue per request
 
-MLX ties arrays to the thread that made them, so that thread also loads the model.
+That thread runs in this process (`thread.py`), or in one that only has engines (`remote.py`), so that Python code that
+serves requests does not take the interpreter from the engine's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import logging
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from operator import methodcaller
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import mlx.core as mx
-
-from headrace.backend import device
-from headrace.cancellation import WorkCancelled
 from headrace.config import Config
-from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
-from headrace.engine.delivery import Item, OutputQueue
-from headrace.engine.loop import Loop
-from headrace.engine.mirror import Follower
-from headrace.engine.prepare import prepare
-from headrace.engine.turns import DeviceTurns
-from headrace.errors import EngineDead, HeadraceError, InvalidRequest, ModelError
-from headrace.grammar.factory import ConstraintFactory
-from headrace.isolation import errors_as
-from headrace.models.lora_files import read_adapter
-from headrace.models.picture_processor import PictureProcessor, load_picture_processor
-from headrace.ranks.channel import Ranks
+from headrace.engine.commands import Abort, Ask, Call, Command, Submit
+from headrace.engine.delivery import EventLoopReceiver, Item, OutputQueue
+from headrace.errors import EngineDead, HeadraceError, InvalidRequest
 from headrace.types.events import FinishReason, Forecast, TokenOutput
 from headrace.types.memory import MemoryShare, ModelMemory
 from headrace.types.model import ModelDescription
 from headrace.types.request import GenerationRequest
-from headrace.types.status import EngineStatus, WarmUpStatus
+from headrace.types.status import DeviceStatus, EngineStatus, WarmUpStatus
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from headrace.engine.turns import DeviceTurns
+    from headrace.grammar.factory import ConstraintFactory
+    from headrace.models.picture_processor import PictureProcessor
+    from headrace.ranks.channel import Ranks
 
 Answer = TypeVar("Answer")
 
 
-def _call(event_loop: asyncio.AbstractEventLoop, take: Callable[[Answer], None], value: Answer) -> None:
-    """Call `take` with a value in the event loop's thread; does nothing if that loop is closed."""
-    with suppress(RuntimeError):
-        event_loop.call_soon_threadsafe(take, value)
+class EngineCore(Protocol):
+    """What runs a model: the engine's thread, in this process or in another.
+
+    death: why it runs no more; None while it does. is_remote: in another process.
+    """
+
+    death: str | None
+    is_remote: bool
+
+    @property
+    def model(self) -> ModelDescription: ...
+
+    @property
+    def memory(self) -> ModelMemory: ...
+
+    @property
+    def warm_up(self) -> WarmUpStatus: ...
+
+    @property
+    def has_constraints(self) -> bool: ...
+
+    def send(self, command: Command | Call) -> None: ...
+
+    def stop(self, timeout_s: float | None = None) -> bool: ...
+
+
+class EngineHost(Protocol):
+    """The process that has the engines' arrays."""
+
+    def device_memory(self, utilization: float | None) -> int:
+        """Bytes for the weights and states of all models. utilization: as configured."""
+
+    def device(self) -> DeviceStatus: ...
+
+    def memory_in_use(self) -> int:
+        """Bytes of all arrays."""
+
+    def weights_bytes(self, config: Config) -> int:
+        """See `held_weights_bytes`. Raises ModelError."""
+
+    def failure(self) -> str | None:
+        """None, or why no engine can run in it any more."""
+
+    def release_memory(self) -> None:
+        """After an engine has stopped: give back what is left of it in cycles and in buffers."""
+
+
+def this_process() -> EngineHost:
+    host: EngineHost = import_module("headrace.engine.host").ThisProcess()
+    return host
 
 
 def _may_join(first: TokenOutput, second: TokenOutput) -> bool:
@@ -75,9 +110,6 @@ def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
     )
 
 
-_END_S = 1.0
-
-
 class OutputStream:
     """Outputs of one request, to be iterated once. Closing it aborts the request within one step.
 
@@ -85,18 +117,17 @@ class OutputStream:
     It ends after the last choice's finish. Raises GenerationFailed, RequestCancelled and EngineDead.
     """
 
-    def __init__(self, request: GenerationRequest, send: Callable[[Command], None]) -> None:
+    def __init__(
+        self, request: GenerationRequest, send: Callable[[Command], None], receiver: EventLoopReceiver
+    ) -> None:
+        """receiver: of the running event loop."""
+        self.outputs = OutputQueue(receiver, self._put, request.request_id)
         self._request_id = request.request_id
         self._num_open = request.num_choices
         self._send = send
         self._items: deque[Item] = deque()
         self._has_items = asyncio.Event()
-        self._event_loop = asyncio.get_running_loop()
         self._is_over = False
-
-    @property
-    def outputs(self) -> OutputQueue:
-        return OutputQueue(self._event_loop, self._put, self._request_id)
 
     def _put(self, item: Item) -> None:
         self._items.append(item)
@@ -148,33 +179,27 @@ class OutputStream:
             self._send(Abort(self._request_id))
 
 
-class Engine:
-    """A loaded model and the thread that runs it. Make one with `launch`."""
+def _settle_soon(answer: asyncio.Future[Any], value: Any) -> None:
+    """Settle a future in its event loop's thread, by a value or a HeadraceError; nothing if that loop is closed."""
+    with suppress(RuntimeError):
+        answer.get_loop().call_soon_threadsafe(_settle, answer, value)
 
-    def __init__(
-        self,
-        config: Config,
-        constraints: ConstraintFactory | None = None,
-        turns: DeviceTurns | None = None,
-        share: MemoryShare | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self._config = config
-        self._turns = turns or DeviceTurns()
-        self._share = share
-        self._memory: ModelMemory | None = None
-        self._constraints = constraints
-        self._ranks = ranks
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._is_ready = threading.Event()
-        self._launch_error: BaseException | None = None
-        self._death: str | None = None
-        self._model: ModelDescription | None = None
-        self._loop: Loop | Follower | None = None
-        self._is_over = threading.Event()
-        # in the caller's context, so that a load can be cancelled
-        run = partial(copy_context().run, self._run)
-        self._thread = threading.Thread(target=run, name="headrace-engine", daemon=True)
+
+def _settle(answer: asyncio.Future[Any], value: Any) -> None:
+    if answer.done():
+        return
+    if isinstance(value, HeadraceError):
+        answer.set_exception(value)
+    else:
+        answer.set_result(value)
+
+
+class Engine:
+    """A loaded model."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._receivers: dict[asyncio.AbstractEventLoop, EventLoopReceiver] = {}
 
     @classmethod
     def launch(
@@ -186,39 +211,24 @@ class Engine:
         share: MemoryShare | None = None,
         ranks: Ranks | None = None,
     ) -> Engine:
-        """Load the model and start the thread. Raises ModelError and ConfigError.
-
-        constraints: makes the requests' constraints; then only tokens of its tokenizer are sampled. None: requests with
-        a constraint are refused.
-        turns, share: of the device, for a model that is not alone. ranks: the processes that share the model.
-        """
-        engine = cls(config, constraints, turns, share, ranks)
-        engine._thread.start()
-        engine._is_ready.wait()
-        if engine._launch_error is not None:
-            engine._thread.join(_END_S)  # it may wait in vain for another rank
-            if ranks is not None:
-                ranks.fail(str(engine._launch_error))
-            raise engine._launch_error
-        return engine
+        """An engine in a thread of this process. See `EngineThread.launch`."""
+        thread = import_module("headrace.engine.thread").EngineThread
+        return cls(thread.launch(config, constraints, turns=turns, share=share, ranks=ranks))
 
     @property
     def model(self) -> ModelDescription:
-        assert self._model is not None, "an engine is made with Engine.launch"
-        return self._model
+        return self._core.model
 
     @property
     def memory(self) -> ModelMemory:
-        assert self._memory is not None, "an engine is made with Engine.launch"
-        return self._memory
+        return self._core.memory
 
     def health(self) -> str | None:
         """None, or why no request can be served."""
-        return self._death
+        return self._core.death
 
     def warm_up_status(self) -> WarmUpStatus:
-        assert self._loop is not None, "an engine is made with Engine.launch"
-        return self._loop.warm_up.status
+        return self._core.warm_up
 
     async def submit(self, request: GenerationRequest) -> OutputStream:
         """Queue a request, and return the stream of its outputs.
@@ -226,167 +236,98 @@ class Engine:
         Raises InvalidRequest, ContextTooLong and Overloaded if the scheduler refuses it, InvalidRequest for a
         constraint if the engine was launched without, and EngineDead.
         """
-        if request.constraint is not None and self._constraints is None:
+        if request.constraint is not None and not self._core.has_constraints:
             raise InvalidRequest("the engine was launched without constraints", param="constraint")
-        stream = OutputStream(request, self._inbox.put)
         self._refuse_if_dead()
-        self._inbox.put(Submit(request, stream.outputs, time.monotonic()))
+        request = await self._portable(request)
+        stream = OutputStream(request, self._core.send, self._receiver())
+        self._core.send(Submit(request, stream.outputs, time.monotonic()))
         async with AsyncExitStack() as unless_accepted:
             unless_accepted.push_async_callback(stream.aclose)
-            # the thread may have died between the check and the put, and then the inbox is never read
+            # the thread may have died between the check and the command, which is then never read
             self._refuse_if_dead()
             await stream.accepted()
             unless_accepted.pop_all()
         return stream
 
+    async def _portable(self, request: GenerationRequest) -> GenerationRequest:
+        """The request for another process: its compiled grammar stays here, and is compiled there beside the steps."""
+        spec = request.constraint
+        if not self._core.is_remote or spec is None or spec.grammar is None:
+            return request
+        call = methodcaller("compile_grammar", spec.grammar)
+        await self._answer(lambda reply: Call(call, reply))
+        return replace(request, constraint=replace(spec, compiled=None))
+
     async def abort(self, request_id: str) -> bool:
         """Cancel a request by its id; its stream raises RequestCancelled. False if it is not in progress."""
-        return await self._ask(lambda loop: loop.abort(request_id))
+        is_known: bool = await self._ask("abort", request_id)
+        return is_known
 
     async def status(self) -> EngineStatus:
         """The status between two steps. Raises EngineDead."""
-        return await self._ask(Loop.status)
+        status: EngineStatus = await self._ask("status")
+        return status
 
     async def forecast(self, requests: Sequence[GenerationRequest]) -> Forecast:
         """What a client's prompts would cost if they were submitted after the step in progress. Raises EngineDead."""
-        return await self._ask(lambda loop: loop.forecast(requests))
+        forecast: Forecast = await self._ask("forecast", requests)
+        return forecast
 
     async def clear_cache(self) -> int:
         """Drop all entries of the prefix cache that are not in use. Returns the bytes freed. Raises EngineDead."""
-        return await self._ask(Loop.clear_cache)
+        num_bytes: int = await self._ask("clear_cache")
+        return num_bytes
 
     async def load_adapter(self, folder: Path) -> str:
         """Hold the adapter of a folder for requests, and give its fingerprint. Raises ModelError and EngineDead."""
-        if self._ranks is not None:
-            raise ModelError("adapters are not supported for a model that is split over ranks")
-        files = await asyncio.to_thread(read_adapter, folder)
-        await self._ask(lambda loop: loop.load_adapter(files))
-        return files.fingerprint
+        call = methodcaller("load_adapter", folder)
+        fingerprint: str = await self._answer(lambda reply: Call(call, reply))
+        return fingerprint
 
     async def drop_adapter(self, fingerprint: str) -> None:
         """Refuse new requests for an adapter, and free it once the running ones have ended. Raises EngineDead."""
-        await self._ask(lambda loop: loop.drop_adapter(fingerprint))
+        await self._ask("drop_adapter", fingerprint)
 
     async def set_budget(self, num_bytes: int) -> int:
         """See `Loop.set_budget`. Raises EngineDead."""
-        return await self._ask(lambda loop: loop.set_budget(num_bytes))
+        budget_bytes: int = await self._ask("set_budget", num_bytes)
+        return budget_bytes
 
-    async def _ask(self, call: Callable[[Loop], Answer]) -> Answer:
-        """Call a function with the loop between two steps. Raises EngineDead, and the call's ModelError."""
-        event_loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Answer] = event_loop.create_future()
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """The result of the loop's method, called between two steps. Raises EngineDead, and the method's ModelError."""
+        call = methodcaller(method, *args)
+        return await self._answer(lambda reply: Ask(call, reply))
 
-        def settle(value: Answer | HeadraceError) -> None:
-            if answer.done():
-                return
-            if isinstance(value, HeadraceError):
-                answer.set_exception(value)
-            else:
-                answer.set_result(value)
-
+    async def _answer(self, question: Callable[[Callable[[Any], None]], Ask | Call]) -> Any:
+        """The answer to a question, which is made with the function that takes it."""
         self._refuse_if_dead()
-        self._inbox.put(Ask(call, partial(_call, event_loop, settle)))
+        answer = asyncio.get_running_loop().create_future()
+        self._core.send(question(partial(_settle_soon, answer)))
         self._refuse_if_dead()
         return await answer
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the thread after the step in progress; requests that are still running get EngineDead.
 
-        False if it has not ended after `timeout_s`, in which case only the end of the process ends it.
+        False if it has not ended after `timeout_s`, in which case only the end of its process ends it.
         """
-        self._inbox.put(Stop())
-        # a thread that waits in MLX for a rank that has ended never does
-        self._thread.join(timeout_s if self._death is None else _END_S)
-        if self._ranks is not None:
-            self._ranks.close()
-        return not self._thread.is_alive()
+        return self._core.stop(timeout_s)
+
+    def _receiver(self) -> EventLoopReceiver:
+        event_loop = asyncio.get_running_loop()
+        if (receiver := self._receivers.get(event_loop)) is None:
+            self._receivers = {each: known for each, known in self._receivers.items() if not each.is_closed()}
+            receiver = self._receivers[event_loop] = EventLoopReceiver(event_loop)
+        return receiver
 
     def _refuse_if_dead(self) -> None:
-        if self._death is not None:
-            raise EngineDead(f"the engine is not running: {self._death}")
-
-    def wait_for_end(self) -> None:
-        """Until the thread has ended, or another rank has."""
-        self._is_over.wait()
-
-    def _lost(self, reason: str) -> None:
-        """Another rank has ended; the thread may wait for it in MLX, and then does so for ever."""
-        error = EngineDead(f"the engine is not running: {reason}")
-        if not self._is_ready.is_set() and not self._is_ready.wait(_END_S):  # it may have a better reason itself
-            self._launch_error = error
-            self._is_ready.set()
-        if self._loop is not None:
-            logger.error("%s", reason)
-            self._death = reason
-            self._loop.fail_all(error)
-        self._is_over.set()
-
-    def _run(self) -> None:
-        try:
-            if self._ranks is not None:
-                self._ranks.watch(self._lost)
-            self._serve()
-        finally:
-            self._is_over.set()
-            # a thread that ends with its MLX streams open lets the process abort at exit (mlx 0.32)
-            mx.clear_streams()
-
-    def _serve(self) -> None:
-        try:
-            with errors_as(self._not_served):  # mlx-lm's model files may raise anything
-                loop, self._model, self._memory = prepare(
-                    self._config, self._inbox, self._constraints, self._turns, self._share, self._ranks
-                )
-            self._loop = loop
-        except (HeadraceError, WorkCancelled) as error:  # handed to the caller of launch
-            self._launch_error = error
-            return
-        finally:
-            self._is_ready.set()
-        try:
-            loop.run()
-            self._death = "it was stopped"
-            if self._ranks is not None:
-                self._ranks.leave()
-        except BaseException as error:  # the thread's exception boundary: health turns red, all callers get an error
-            if self._death is not None:  # another rank has ended, and with it what this thread waited for
-                return
-            kind = f"its thread ended with {type(error).__name__}"
-            self._death = error.message if isinstance(error, HeadraceError) else kind
-            logger.error("the engine's thread died: %s", self._death, exc_info=not isinstance(error, EngineDead))
-        loop.fail_all(EngineDead(f"the engine is not running: {self._death}"))
-
-    def _not_served(self, error: BaseException) -> ModelError:
-        logger.debug("the model can't be served", exc_info=error)
-        name, first_line = type(error).__name__, str(error).partition("\n")[0]
-        return ModelError(f"{self._config.model} can't be served: {name}: {first_line}")
-
-
-def device_memory(utilization: float | None) -> int:
-    """Bytes for the weights and states of all models. utilization: as configured."""
-    here = device.current()
-    return int(here.memory_bytes * here.share(utilization))
-
-
-def memory_in_use() -> int:
-    """Bytes of all arrays of the process."""
-    return device.memory_in_use()
-
-
-def is_device_lost() -> bool:
-    return device.is_lost()
-
-
-def release_memory() -> None:
-    """After an engine has stopped and nothing refers to it: give back what is left of it in cycles and in buffers."""
-    is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    gc.collect()
-    if is_frozen:
-        gc.freeze()
-    mx.clear_cache()
+        if self._core.death is not None:
+            raise EngineDead(f"the engine is not running: {self._core.death}")
 
 
 def load_processor(model: ModelDescription) -> PictureProcessor:
     """The processor of pictures for a model that runs as a whole; works in any thread. Raises ModelError."""
-    return load_picture_processor(model.directory, model.config)
+    load = import_module("headrace.models.picture_processor").load_picture_processor
+    processor: PictureProcessor = load(model.directory, model.config)
+    return processor

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from headrace.backend import device
 from headrace.backend.gpu_use import gpu_utilization
 from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
-from headrace.engine.delivery import Accepted, Delivery, Item, OutputQueue
+from headrace.engine.delivery import Accepted, Item, OutputQueue, deliver
 from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import Features
+from headrace.engine.host import ThisProcess
 from headrace.engine.memory import MemoryPlan
 from headrace.engine.pool import PrefixCache
 from headrace.engine.pooling import EncoderRunner
@@ -34,7 +34,7 @@ from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler, StepOutcome
 from headrace.types.events import Forecast
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
-from headrace.types.status import DeviceStatus, EngineStatus, MemoryStatus
+from headrace.types.status import EngineStatus, MemoryStatus
 from headrace.types.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,8 @@ class Loop:
         self._inbox = inbox
         self._turns = turns
         self._stats = Stats()
-        self._device = _device_status()
+        self._device = ThisProcess().device()
         self._queues: dict[str, OutputQueue] = {}
-        self._delivery = Delivery()
         self._is_stopping = False
         self._num_prompt_tokens = 0
         """In the last step."""
@@ -362,7 +361,7 @@ class Loop:
             self._end(request_id, None)
 
     def _hand_over(self, items: Sequence[tuple[OutputQueue, Item]]) -> None:
-        for request_id in self._delivery.hand_over(items):
+        for request_id in deliver(items):
             self._inbox.put(Abort(request_id))
 
     def _end(self, request_id: str, reason: str | None) -> None:
@@ -371,11 +370,6 @@ class Loop:
             self._stats.ended(request_id, reason, time.monotonic())
         del self._queues[request_id]
         self._adapters.end(request_id)
-
-
-def _device_status() -> DeviceStatus:
-    here = device.current()
-    return DeviceStatus(here.kind, here.name, here.memory_bytes, here.num_cores)
 
 
 def _adapter_error(error: BaseException) -> ModelError:

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.backend import device
 from headrace.config import Config
 from headrace.config_loading import with_suggestion
 from headrace.errors import ModelError
 from headrace.models.built_in import IN_PACKAGE, built_in_folder
 from headrace.models.hub import local_copy
 from headrace.models.in_use import hold
-from headrace.models.preview import Preview, foresee, preview_folder, preview_on_hub
 from headrace.models.smollm2 import fetch, is_fetched
 from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
 
@@ -34,7 +32,7 @@ def model_files(config: Config, name: str | None = None) -> ModelFiles:
         folder = fetch(Path(config.models.model_folder).expanduser(), logger.info)
         hold(folder)
         return read_files("SmolLM2-135M-Instruct", folder)
-    with _built_in_suggested(name):
+    with built_in_suggested(name):
         directory = locate(name)
     return read_files(directory.name if is_path else name, directory)
 
@@ -61,7 +59,7 @@ def local_files(config: Config) -> ModelFiles | None:
 
 
 @contextmanager
-def _built_in_suggested(name: str) -> Iterator[None]:
+def built_in_suggested(name: str) -> Iterator[None]:
     """Names the built-in model that a mistyped name resembles."""
     try:
         yield
@@ -70,20 +68,3 @@ def _built_in_suggested(name: str) -> Iterator[None]:
         if message == error.message or not is_hub_id(name):
             raise
         raise ModelError(message) from error
-
-
-def preview(config: Config) -> Preview:
-    """What the configured model would take, before any weight of a Hugging Face id is fetched. Raises ModelError."""
-    name = config.model
-    if name != "smollm2" and built_in_folder(name) is None and is_hub_id(name):
-        with _built_in_suggested(name):
-            return preview_on_hub(name)
-    return preview_folder(model_files(config))
-
-
-def held_weights_bytes(config: Config) -> int:
-    """Bytes that the configured model's weights will take in memory, as far as its files tell."""
-    files, here = model_files(config), device.current()
-    stored = preview_folder(files).weights_bytes
-    foreseen = foresee(files.config, item_bytes=4)
-    return stored if foreseen is None else foreseen.held_bytes(stored, config.models.dtype, here)

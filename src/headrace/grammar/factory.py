@@ -56,7 +56,7 @@ class ConstraintFactory:
         The first time may take long; the next turn of a conversation reuses it.
         """
         output = self._outputs.find(_key(form), lambda: self._compiler.output(form))
-        self._find(output.grammar)
+        self.compiled(output.grammar)
         return output
 
     def spec(self, form: OutputForm, thinking: ThinkingLimit | None) -> tuple[ConstraintSpec, OutputGuarantees]:
@@ -65,7 +65,7 @@ class ConstraintFactory:
         May take long and raises as `output` does. The spec keeps the compiled grammar even if it leaves this cache.
         """
         output = self.output(form)
-        return _spec(output, thinking, self._find(output.grammar))
+        return _spec(output, thinking, self.compiled(output.grammar))
 
     def schema_violation(self, schema: Any, text: str) -> str | None:
         return self._compiler.schema_violation(schema, text)
@@ -78,12 +78,13 @@ class ConstraintFactory:
         if spec.grammar is not None:
             # It may have failed only because of its accumulated mask cost: compile it again next time.
             drop = partial(self._grammars.remove, spec.grammar)
-            compiled = spec.compiled if isinstance(spec.compiled, LLMatcher) else self._find(spec.grammar)
+            compiled = spec.compiled if isinstance(spec.compiled, LLMatcher) else self.compiled(spec.grammar)
             begun = compiled.deep_copy()
             parts.append(Matcher(begun, self.vocabulary, stop_token_ids, path=spec.path, on_failure=drop))
         return parts[0] if len(parts) == 1 else AllOf(parts)
 
-    def _find(self, grammar: str) -> LLMatcher:
+    def compiled(self, grammar: str) -> LLMatcher:
+        """A grammar in llguidance's syntax. May take long. Raises InvalidRequest."""
         return self._grammars.find(grammar, lambda: compiled_grammar(grammar, self.vocabulary))
 
 

@@ -10,7 +10,7 @@ from headrace.session.models import Models
 
 @dataclass(frozen=True, slots=True)
 class LoadedReplica:
-    """stop: ends the engine."""
+    """stop: ends the engine and its process."""
 
     models: Models
     stop: Callable[[], object]

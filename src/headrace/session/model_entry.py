@@ -6,13 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import clear_frames
 from typing import TypeVar
 
 from headrace.cancellation import Cancellation, call_cancellable
-from headrace.engine.engine import memory_in_use
+from headrace.engine.engine import EngineHost, this_process
 from headrace.errors import InvalidRequest
 from headrace.session.embeddings import AnySession, EmbeddingSession
 from headrace.session.session import Session
@@ -29,7 +29,7 @@ class ModelSource:
 
     word: as on the command line. fetch: has its files on this machine, and returns the bytes that its weights will
     take in memory. load: returns its session. outline: what its small files tell, without network and weights.
-    adapters: names of those that it is loaded with. The functions raise HeadraceError.
+    adapters: names of those that it is loaded with. host: where it is loaded. The functions raise HeadraceError.
     """
 
     word: str
@@ -37,6 +37,7 @@ class ModelSource:
     load: Callable[[MemoryShare | None], AnySession]
     outline: Callable[[], ModelOutline]
     adapters: tuple[str, ...] = ()
+    host: EngineHost = field(default_factory=this_process)
 
 
 class ModelEntry:
@@ -122,7 +123,7 @@ class ModelEntry:
             raise InvalidRequest(message, param="model")
 
     def begin_loading(self, expected_bytes: int) -> None:
-        self._bytes_before, self._expected_bytes = memory_in_use(), expected_bytes
+        self._bytes_before, self._expected_bytes = self.source.host.memory_in_use(), expected_bytes
         self.loading_since = time.monotonic()
 
     def status(self) -> ModelStatus:
@@ -130,7 +131,9 @@ class ModelEntry:
         idle_s = None if self.num_users or self.last_used is None else now - self.last_used
         progress = None
         if self.loading_since is not None and self._expected_bytes:
-            progress = min(0.99, max(0.0, (memory_in_use() - self._bytes_before) / self._expected_bytes))
+            progress = min(
+                0.99, max(0.0, (self.source.host.memory_in_use() - self._bytes_before) / self._expected_bytes)
+            )
         return ModelStatus(
             names=self.names,
             state=self.state,

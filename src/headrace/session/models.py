@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from headrace.cancellation import Cancellation, WorkCancelled
-from headrace.engine.engine import is_device_lost, release_memory
 from headrace.errors import (
     ConfigError,
     EngineDead,
@@ -76,7 +75,8 @@ class Models(ServedModels):
         self._loads: dict[ModelEntry, asyncio.Task[None]] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._background: set[asyncio.Task[Any]] = set()
-        self._is_device_lost = False
+        self._failure: str | None = None
+        """Why no engine can run any more."""
 
     @classmethod
     def of(
@@ -207,7 +207,7 @@ class Models(ServedModels):
                 return
             finally:
                 if entry.session is None:
-                    await asyncio.to_thread(release_memory)
+                    await asyncio.to_thread(entry.source.host.release_memory)
 
     async def _make_room(self, entry: ModelEntry, expected_bytes: int) -> MemoryShare | None:
         if self.total_bytes is None:
@@ -268,7 +268,7 @@ class Models(ServedModels):
         _ = entry.outline
         await session.close()
         del session
-        await asyncio.to_thread(release_memory)
+        await asyncio.to_thread(entry.source.host.release_memory)
         log.info("%s is unloaded", entry.name)
 
     async def _divide(self) -> None:
@@ -318,7 +318,7 @@ class Models(ServedModels):
     async def _bury(self, entry: ModelEntry) -> None:
         reason = entry.reason
         async with self._turn:
-            self._is_device_lost = await asyncio.to_thread(is_device_lost)
+            self._failure = await asyncio.to_thread(entry.source.host.failure)
             await self._close(entry)
             self.fail(entry, str(reason))
             await self._divide()
@@ -348,8 +348,8 @@ class Models(ServedModels):
 
     def health(self) -> str | None:
         """None, or why no request can be served: the only model's engine died, or the device is lost."""
-        if self._is_device_lost:
-            return "the device is lost"
+        if self._failure is not None:
+            return self._failure
         if len(self.entries) > 1:
             return None
         session = self.entries[0].session

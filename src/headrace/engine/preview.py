@@ -1,0 +1,27 @@
+"""What the configured model would take in memory."""
+
+from __future__ import annotations
+
+from headrace.backend import device
+from headrace.config import Config
+from headrace.engine.model_files import built_in_suggested, model_files
+from headrace.models.built_in import built_in_folder
+from headrace.models.preview import Preview, foresee, preview_folder, preview_on_hub
+from headrace.models.source import is_hub_id
+
+
+def preview(config: Config) -> Preview:
+    """What the configured model would take, before any weight of a Hugging Face id is fetched. Raises ModelError."""
+    name = config.model
+    if name != "smollm2" and built_in_folder(name) is None and is_hub_id(name):
+        with built_in_suggested(name):
+            return preview_on_hub(name)
+    return preview_folder(model_files(config))
+
+
+def held_weights_bytes(config: Config) -> int:
+    """Bytes that the configured model's weights will take in memory, as far as its files tell."""
+    files, here = model_files(config), device.current()
+    stored = preview_folder(files).weights_bytes
+    foreseen = foresee(files.config, item_bytes=4)
+    return stored if foreseen is None else foreseen.held_bytes(stored, config.models.dtype, here)

@@ -1,0 +1,152 @@
+"""A process that only has engines: the side with the arrays. `remote.py` is the other side."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headrace.cancellation import Cancellation, WorkCancelled, call_cancellable
+from headrace.config import Config
+from headrace.engine.commands import Abort, Ask, Call, Command, Submit
+from headrace.engine.delivery import Item, OutputQueue
+from headrace.engine.host import ThisProcess
+from headrace.engine.thread import EngineThread
+from headrace.engine.turns import DeviceTurns
+from headrace.errors import GenerationFailed, HeadraceError, ModelError
+from headrace.messages import OneWayCalls
+from headrace.types.memory import MemoryShare
+from headrace.types.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+Launch = Callable[[Config, DeviceTurns, MemoryShare | None], EngineThread]
+
+REPORT_S = 0.1
+"""Time between two looks at what the other side is told of engines: warm-up, death, and memory."""
+
+
+class EngineServer:
+    """The engines of this process, by number. Calls of `on_…` come from the process that serves requests."""
+
+    def __init__(self, launch: Launch) -> None:
+        """launch: loads a model, and raises HeadraceError."""
+        self._launch = launch
+        self._turns = DeviceTurns()
+        self._host = ThisProcess()
+        self._loads: dict[int, Cancellation] = {}
+        self._engines: dict[int, EngineThread] = {}
+
+    def serve(self, calls: OneWayCalls) -> None:
+        """Until the other side is gone."""
+        self._calls = calls
+        threading.Thread(target=self._report, name="headrace-report", daemon=True).start()
+        calls.serve()
+
+    def on_launch(self, number: int, config: Config, share: MemoryShare | None) -> None:
+        load = self._loads[number] = Cancellation()
+        self._begin(self._load, number, load, config, share)
+
+    def _load(self, number: int, load: Cancellation, config: Config, share: MemoryShare | None) -> None:
+        try:
+            engine = call_cancellable(load, lambda: self._launch(config, self._turns, share))
+            self._engines[number] = engine
+            load.check()
+        except WorkCancelled:
+            self._stop(number)
+        except HeadraceError as error:
+            self._calls.call("failed", number, error)
+        except Exception as error:  # the load's exception boundary: the other side waits for an answer
+            logger.exception("%s can't be loaded", config.model)
+            self._calls.call("failed", number, ModelError(f"{config.model} can't be loaded: {type(error).__name__}"))
+        else:
+            # What is loaded stays; a full collection that searches it would stop the engine for up to 0.3 s.
+            gc.collect()
+            gc.freeze()
+            self._calls.call("launched", number, engine.model, engine.memory, engine.warm_up, engine.has_constraints)
+        finally:
+            del self._loads[number]
+
+    def on_submit(self, number: int, request: GenerationRequest, now: float) -> None:
+        if (engine := self._engines.get(number)) is None:
+            return  # it was stopped, which the other side knows
+        outputs = OutputQueue(_Sender(self._calls, number), _is_sent, request.request_id)
+        try:
+            engine.send(Submit(engine.compiled(request), outputs, now))
+        except HeadraceError as error:
+            outputs.receiver.receive([(outputs, error)])
+
+    def on_send(self, number: int, command: Abort) -> None:
+        self._send(number, command)
+
+    def on_ask(self, number: int, question: int, call: Callable[[Any], Any]) -> None:
+        self._send(number, Ask(call, self._replying(question)))
+
+    def on_call(self, number: int, question: int, call: Callable[[Any], Any]) -> None:
+        self._send(number, Call(call, self._replying(question)))
+
+    def _send(self, number: int, command: Command | Call) -> None:
+        if (engine := self._engines.get(number)) is not None:
+            engine.send(command)
+
+    def on_ask_host(self, question: int, call: Callable[[ThisProcess], Any]) -> None:
+        self._begin(self._ask_host, question, call)
+
+    def _ask_host(self, question: int, call: Callable[[ThisProcess], Any]) -> None:
+        try:
+            answer = call(self._host)
+        except HeadraceError as error:
+            answer = error
+        self._calls.call("answer", question, answer)
+
+    def on_stop(self, number: int) -> None:
+        if (load := self._loads.get(number)) is not None:
+            load.cancel()
+        else:
+            self._begin(self._stop, number)
+
+    def _stop(self, number: int) -> None:
+        if (engine := self._engines.pop(number, None)) is not None:
+            engine.stop()
+            del engine  # the other side may ask for its memory next
+        self._calls.call("stopped", number)
+
+    def _replying(self, question: int) -> Callable[[Any], None]:
+        return lambda value: self._calls.call("answer", question, value)
+
+    def _begin(self, function: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=function, args=args, name="headrace-call", daemon=True).start()
+
+    def _report(self) -> None:
+        told: dict[int, object] = {}
+        while True:
+            current = {number: (engine.death, engine.warm_up) for number, engine in tuple(self._engines.items())}
+            for number, (death, warm_up) in current.items():
+                if told.get(number) != (death, warm_up):
+                    self._calls.call("changed", number, death, warm_up)
+            if (num_bytes := self._host.memory_in_use()) != told.get(-1):
+                self._calls.call("uses", num_bytes)
+            told = {**current, -1: num_bytes}
+            time.sleep(REPORT_S)
+
+
+class _Sender:
+    """Sends the items of one engine's requests to the other side."""
+
+    def __init__(self, calls: OneWayCalls, number: int) -> None:
+        self._calls = calls
+        self._number = number
+
+    def receive(self, items: Sequence[tuple[OutputQueue, Item]]) -> None:
+        for _, item in items:
+            if isinstance(item, GenerationFailed):  # its cause does not cross
+                logger.error("%s", item.message, exc_info=item)
+        self._calls.call("items", self._number, [(outputs.request_id, item) for outputs, item in items])
+
+
+def _is_sent(item: Item) -> None:
+    """What an OutputQueue's `put` would do here, its receiver does for many items together."""
+    raise AssertionError("items for another process go by their receiver")

@@ -1,0 +1,284 @@
+"""A process that only has engines: the side that serves requests. `process.py` is the other side."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from operator import methodcaller
+from typing import Any
+
+from headrace.cancellation import interrupted_by
+from headrace.config import Config
+from headrace.engine.commands import Abort, Ask, Call, Command, Stop, Submit
+from headrace.engine.delivery import Item, OutputQueue, deliver
+from headrace.errors import EngineDead, HeadraceError
+from headrace.messages import OneWayCalls
+from headrace.types.events import TokenOutput
+from headrace.types.memory import MemoryShare, ModelMemory
+from headrace.types.model import ModelDescription
+from headrace.types.status import DeviceStatus, WarmUpStatus
+
+PROCESS_MODULE = "headrace.cli.engine_process"
+
+_END_S = 0.3
+"""Time for the process to end once its connection is closed, which takes milliseconds; then it is killed."""
+
+
+class EngineProcess:
+    """A process for engines, with a thread here that takes what comes from it. Also the host of those engines."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", PROCESS_MODULE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the server, which ends its engines itself
+            )
+        self._calls = OneWayCalls(ours, self)
+        self._numbers = count()
+        self._cores: dict[int, RemoteCore] = {}
+        self._replies: dict[int, tuple[int | None, Callable[[Any], None]]] = {}
+        """By question: of which engine, and what takes the answer."""
+        self._memory_in_use = 0
+        self._end: str | None = None
+        """Why the process has ended."""
+        threading.Thread(target=self._serve, name="headrace-engines", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def launch(self, config: Config, share: MemoryShare | None = None) -> RemoteCore:
+        """Begin to load a model. `RemoteCore.wait` waits for it."""
+        core = RemoteCore(next(self._numbers), self, self._calls)
+        self._cores[core.number] = core
+        self._calls.call("launch", core.number, config, share)
+        if self._end is not None:
+            core.ended(self._end)
+            core.is_stopped.set()
+        return core
+
+    def device_memory(self, utilization: float | None) -> int:
+        num_bytes: int = self._ask(methodcaller("device_memory", utilization))
+        return num_bytes
+
+    def device(self) -> DeviceStatus:
+        device: DeviceStatus = self._ask(methodcaller("device"))
+        return device
+
+    def memory_in_use(self) -> int:
+        """As of some tenths of a second ago."""
+        return self._memory_in_use
+
+    def exact_memory_in_use(self) -> int:
+        num_bytes: int = self._ask(methodcaller("memory_in_use"))
+        return num_bytes
+
+    def weights_bytes(self, config: Config) -> int:
+        num_bytes: int = self._ask(methodcaller("weights_bytes", config))
+        return num_bytes
+
+    def failure(self) -> str | None:
+        try:
+            failure: str | None = self._ask(methodcaller("failure"))
+        except EngineDead as error:
+            return error.message
+        return failure
+
+    def release_memory(self) -> None:
+        with suppress(EngineDead):
+            self._ask(methodcaller("release_memory"))
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._calls.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def question(self, number: int | None, reply: Callable[[Any], None]) -> int:
+        """A number for a question to an engine, or to the process (None), whose answer goes to `reply`."""
+        question = next(self._numbers)
+        self._replies[question] = number, reply
+        return question
+
+    def forget(self, core: RemoteCore, error: HeadraceError) -> None:
+        """An engine runs no more: what waits for its answers gets an error."""
+        for question, (number, reply) in tuple(self._replies.items()):
+            if number == core.number and self._replies.pop(question, None) is not None:
+                reply(error)
+
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
+        """Ask the process, and wait. Raises EngineDead, and what the call raises."""
+        answers: list[Any] = []
+        has_answer = threading.Event()
+
+        def reply(value: Any) -> None:
+            answers.append(value)
+            has_answer.set()
+
+        self._calls.call("ask_host", self.question(None, reply), call)
+        if self._end is not None:
+            raise EngineDead(self._end)
+        has_answer.wait()
+        if isinstance(answers[0], HeadraceError):
+            raise answers[0]
+        return answers[0]
+
+    def _serve(self) -> None:
+        self._calls.serve()
+        self._end = f"the engine's process {_ending(self._process.wait())}"
+        error = EngineDead(self._end)
+        for core in tuple(self._cores.values()):
+            core.ended(self._end)
+            core.is_stopped.set()
+        for question in tuple(self._replies):
+            self.on_answer(question, error)
+
+    def on_launched(
+        self, number: int, model: ModelDescription, memory: ModelMemory, warm_up: WarmUpStatus, has_constraints: bool
+    ) -> None:
+        self._cores[number].launched(model, memory, warm_up, has_constraints)
+
+    def on_failed(self, number: int, error: HeadraceError) -> None:
+        self._cores.pop(number).failed(error)
+
+    def on_changed(self, number: int, death: str | None, warm_up: WarmUpStatus) -> None:
+        if (core := self._cores.get(number)) is not None:
+            core.warm_up = warm_up
+            if death is not None:
+                core.ended(death)
+
+    def on_stopped(self, number: int) -> None:
+        if (core := self._cores.pop(number, None)) is not None:
+            core.ended("it was stopped")
+            core.is_stopped.set()
+
+    def on_uses(self, num_bytes: int) -> None:
+        self._memory_in_use = num_bytes
+
+    def on_items(self, number: int, items: Sequence[tuple[str, Item]]) -> None:
+        if (core := self._cores.get(number)) is not None:
+            core.take(items)
+
+    def on_answer(self, question: int, value: Any) -> None:
+        if (found := self._replies.pop(question, None)) is not None:
+            found[1](value)
+
+    def on_log(self, record: logging.LogRecord) -> None:
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+
+class RemoteCore:
+    """An engine in another process. See `EngineCore`."""
+
+    is_remote = True
+
+    def __init__(self, number: int, process: EngineProcess, calls: OneWayCalls) -> None:
+        self.number = number
+        self.death: str | None = None
+        self.warm_up = WarmUpStatus()
+        self.has_constraints = False
+        self._process = process
+        self._calls = calls
+        self._model: ModelDescription | None = None
+        self._memory: ModelMemory | None = None
+        self._error: HeadraceError | None = None
+        self._is_ready = threading.Event()
+        self.is_stopped = threading.Event()
+        self._queues: dict[str, tuple[OutputQueue, int]] = {}
+        """By request: where its items go, and how many of its choices have not ended."""
+
+    def wait(self) -> None:
+        """Until the model is loaded. Raises ModelError and ConfigError, and WorkCancelled once the load has ended."""
+        with interrupted_by(lambda: self.send(Stop())):
+            self._is_ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def model(self) -> ModelDescription:
+        assert self._model is not None, "the model is not loaded yet"
+        return self._model
+
+    @property
+    def memory(self) -> ModelMemory:
+        assert self._memory is not None, "the model is not loaded yet"
+        return self._memory
+
+    def launched(
+        self, model: ModelDescription, memory: ModelMemory, warm_up: WarmUpStatus, has_constraints: bool
+    ) -> None:
+        self._model, self._memory, self.warm_up, self.has_constraints = model, memory, warm_up, has_constraints
+        self._is_ready.set()
+
+    def failed(self, error: HeadraceError) -> None:
+        self._error = error
+        self._is_ready.set()
+
+    def send(self, command: Command | Call) -> None:
+        match command:
+            case Submit(request, outputs, now):
+                self._queues[request.request_id] = outputs, request.num_choices
+                self._calls.call("submit", self.number, request, now)
+            case Abort(request_id):
+                self._queues.pop(request_id, None)
+                self._calls.call("send", self.number, command)
+            case Ask(call, reply):
+                self._calls.call("ask", self.number, self._process.question(self.number, reply), call)
+            case Call(call, reply):
+                self._calls.call("call", self.number, self._process.question(self.number, reply), call)
+            case Stop():
+                self._calls.call("stop", self.number)
+
+    def take(self, items: Sequence[tuple[str, Item]]) -> None:
+        """Items from the engine. Those of requests that were aborted meanwhile are dropped."""
+        taken = []
+        for request_id, item in items:
+            if (found := self._queues.get(request_id)) is None:
+                continue
+            outputs, num_open = found
+            taken.append((outputs, item))
+            if isinstance(item, TokenOutput):
+                num_open -= item.finish_reason is not None
+                self._queues[request_id] = outputs, num_open
+            if num_open == 0 or isinstance(item, HeadraceError):
+                self._queues.pop(request_id, None)
+        for request_id in deliver(taken):
+            self.send(Abort(request_id))
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        self.send(Stop())
+        return self.is_stopped.wait(timeout_s)
+
+    def ended(self, death: str) -> None:
+        """The engine runs no more: what waits for it gets an error."""
+        if self.death is not None:
+            return
+        self.death = death
+        error = EngineDead(f"the engine is not running: {death}")
+        if not self._is_ready.is_set():
+            self.failed(error)
+        self._process.forget(self, error)
+        queues, self._queues = self._queues, {}
+        deliver([(outputs, error) for outputs, _ in queues.values()])
+
+
+def _ending(code: int) -> str:
+    """How a process has ended, by its return code."""
+    if code >= 0:
+        return f"has ended with code {code}"
+    return f"was killed by {signal.Signals(-code).name}"
