@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from headrace.config import ServerConfig
-from headrace.engine.delivery import Accepted
+from headrace.engine.delivery import Accepted, EventLoopReceiver
 from headrace.engine.engine import Engine, OutputStream
 from headrace.long_work import hand_over_soon
 from headrace.models.built_in import MINIATURE
@@ -130,7 +130,7 @@ class PlayedEngine:
         return True
 
     async def submit(self, request: GenerationRequest) -> OutputStream:
-        stream = OutputStream(request, lambda command: None)
+        stream = OutputStream(request, lambda command: None, EventLoopReceiver(asyncio.get_running_loop()))
         outputs = stream.outputs
         outputs.put(Accepted())
         await stream.accepted()

@@ -50,7 +50,7 @@ RULES: dict[str, set[str]] = {
     "speculate": {"types", "isolation", "models", "state", "sampling", "backend", "recent_times"},
     "engine": {
         *("types", "errors", "config", "config_loading", "families", "prefix", "metrics", "scheduler", "grammar"),
-        *("isolation", "cancellation", "common_prefix", "lru_cache", "recent_times"),
+        *("isolation", "cancellation", "common_prefix", "lru_cache", "messages", "recent_times"),
         *("backend", "state", "sampling", "models", "speculate", "ranks"),
     },
     "session": {
@@ -68,7 +68,7 @@ RULES: dict[str, set[str]] = {
     "bench": {"types", "isolation", "errors"},
     "cli": {
         *("types", "errors", "config", "config_loading", "knobs", "server", "session", "engine", "models", "bench"),
-        *("backend", "clients", "replicas", "ranks"),
+        *("backend", "clients", "messages", "replicas", "ranks"),
     },
     "__main__": {"cli"},
     "__init__": set(),
@@ -98,6 +98,7 @@ PURE = {
     "ranks",
     "recent_times",
     "long_work",
+    "messages",
     "sandbox",
     "errors",
 }

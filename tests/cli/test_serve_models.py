@@ -47,7 +47,7 @@ def test_a_kept_model_exists() -> None:
 
 def test_a_model_whose_files_cannot_be_fetched_at_the_start_has_failed(tmp_path: Path) -> None:
     plan = read_plan([str(tmp_path / "nowhere"), "miniature-draft", "--gpu-memory-utilization", "0.3"], {})
-    models = served_models(plan)
+    models = served_models(plan, FakeProcess())
     try:
         load_first(models, plan)
         states = {entry.state: entry.reason for entry in models.entries}
