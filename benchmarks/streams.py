@@ -103,6 +103,8 @@ Seconds = tuple[float, float]
 
 
 def _thread_seconds() -> Seconds:
+    if sys.platform == "darwin":
+        raise SystemExit("macOS does not tell a thread's time in the kernel: run this on Linux")
     usage = resource.getrusage(resource.RUSAGE_THREAD)
     return usage.ru_utime, usage.ru_stime
 

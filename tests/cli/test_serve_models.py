@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from fakes import FakeProcess
 
 from headrace.cli.serve_models import load_first, served_models
 from headrace.cli.serve_plan import read_plan
+from headrace.engine.remote import EngineProcess
 from headrace.errors import ConfigError, ModelError
 from headrace.types.model_status import ModelState
 
@@ -47,12 +49,11 @@ def test_a_kept_model_exists() -> None:
 
 def test_a_model_whose_files_cannot_be_fetched_at_the_start_has_failed(tmp_path: Path) -> None:
     plan = read_plan([str(tmp_path / "nowhere"), "miniature-draft", "--gpu-memory-utilization", "0.3"], {})
-    models = served_models(plan, FakeProcess())
-    try:
+    with closing(EngineProcess()) as process:
+        models = served_models(plan, process)
         load_first(models, plan)
         states = {entry.state: entry.reason for entry in models.entries}
         assert states == {ModelState.FAILED: f"there is no folder {tmp_path / 'nowhere'}", ModelState.LOADED: None}
-    finally:
         models.stop()
 
 

@@ -117,8 +117,10 @@ def test_requests_end_when_their_streams_close_and_when_they_are_cancelled(engin
 
 
 def test_what_cannot_be_loaded_is_named_and_a_cancelled_load_ends(process: EngineProcess, tmp_path: Path) -> None:
+    core = process.launch(Config(str(tmp_path)))
     with pytest.raises(ModelError, match="config.json"):
-        process.launch(Config(str(tmp_path))).wait()
+        core.wait()
+    assert core.stop(PATIENCE_S)
     cancellation = Cancellation()
     core = process.launch(CONFIG)
     threading.Timer(0.2, cancellation.cancel).start()

@@ -152,7 +152,9 @@ class EngineProcess:
         self._cores[number].launched(model, memory, warm_up, has_constraints)
 
     def on_failed(self, number: int, error: HeadraceError) -> None:
-        self._cores.pop(number).failed(error)
+        core = self._cores.pop(number)
+        core.failed(error)
+        core.is_stopped.set()
 
     def on_changed(self, number: int, death: str | None, warm_up: WarmUpStatus) -> None:
         if (core := self._cores.get(number)) is not None:
