@@ -6,7 +6,9 @@ import gc
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace.cancellation import Cancellation, WorkCancelled, call_cancellable
@@ -70,12 +72,13 @@ class EngineServer:
         finally:
             del self._loads[number]
 
-    def on_submit(self, number: int, request: GenerationRequest, now: float) -> None:
+    def on_submit(self, number: int, request: GenerationRequest, prompt: array[int], now: float) -> None:
+        """request: without its prompt."""
         if (engine := self._engines.get(number)) is None:
             return  # it was stopped, which the other side knows
         outputs = OutputQueue(_Sender(self._calls, number), _is_sent, request.request_id)
         try:
-            engine.send(Submit(engine.compiled(request), outputs, now))
+            engine.send(Submit(engine.compiled(replace(request, prompt=tuple(prompt))), outputs, now))
         except HeadraceError as error:
             outputs.receiver.receive([(outputs, error)])
 

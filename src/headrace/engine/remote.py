@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from operator import methodcaller
 from typing import Any
@@ -137,11 +139,16 @@ class EngineProcess:
         return answers[0]
 
     def _serve(self) -> None:
-        self._calls.serve()
-        self._end = f"the engine's process {_ending(self._process.wait())}"
-        error = EngineDead(self._end)
+        try:
+            self._calls.serve()
+        finally:  # also after an error here, without which nothing would come any more
+            self._calls.close()
+            self._has_ended(f"the engine's process {_ending(self._process.wait())}")
+
+    def _has_ended(self, reason: str) -> None:
+        self._end, error = reason, EngineDead(reason)
         for core in tuple(self._cores.values()):
-            core.ended(self._end)
+            core.ended(reason)
             core.is_stopped.set()
         for question in tuple(self._replies):
             self.on_answer(question, error)
@@ -235,7 +242,8 @@ class RemoteCore:
         match command:
             case Submit(request, outputs, now):
                 self._queues[request.request_id] = outputs, request.num_choices
-                self._calls.call("submit", self.number, request, now)
+                # as an array, long prompts take half of the time to cross
+                self._calls.call("submit", self.number, replace(request, prompt=()), array("i", request.prompt), now)
             case Abort(request_id):
                 self._queues.pop(request_id, None)
                 self._calls.call("send", self.number, command)
@@ -283,4 +291,5 @@ def _ending(code: int) -> str:
     """How a process has ended, by its return code."""
     if code >= 0:
         return f"has ended with code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}{', as systems do when memory runs out' if name == 'SIGKILL' else ''}"

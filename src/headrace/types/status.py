@@ -375,7 +375,7 @@ class ProcessStatus:
     """The server process. cpu_s: of all threads. peak_memory_bytes: the peak resident size."""
 
     uptime_s: Annotated[float, Metric("headrace:process_uptime_seconds", "Time since the server started.", "gauge")]
-    cpu_s: Annotated[float, Metric("headrace:process_cpu_seconds", "Processor time of the process.")]
+    cpu_s: Annotated[float, Metric("headrace:process_cpu_seconds", "Processor time of the server's process.")]
     peak_memory_bytes: Annotated[
-        int, Metric("headrace:process_peak_memory_bytes", "Peak memory of the process.", "gauge")
+        int, Metric("headrace:process_peak_memory_bytes", "Peak memory of the server's process.", "gauge")
     ]
