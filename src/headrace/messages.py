@@ -94,7 +94,11 @@ class OneWayCalls:
                 send(self._connection, call)
         except OSError:
             return
-        except Exception:  # a value that can't be pickled: without it the other side would wait for ever
+        except (
+            pickle.PicklingError,
+            TypeError,
+            AttributeError,
+        ):  # the other side would wait for ever
             logger.exception("a call to another process can't be sent")
             self.close()
 

@@ -51,7 +51,7 @@ Command = Submit | Abort | Ask | Stop
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AskBeside:
     """Call a function in a thread beside the engine's, which goes on meanwhile. reply: as in Ask."""
 
     call: Callable[[EngineThread], Any]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.config import Config
-from headrace.engine.commands import Abort, Ask, Call, Command, Submit
+from headrace.engine.commands import Abort, Ask, AskBeside, Command, Submit
 from headrace.engine.delivery import EventLoopReceiver, Item, OutputQueue
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest
 from headrace.types.events import FinishReason, Forecast, TokenOutput
@@ -60,7 +60,7 @@ class EngineCore(Protocol):
     @property
     def has_constraints(self) -> bool: ...
 
-    def send(self, command: Command | Call) -> None: ...
+    def send(self, command: Command | AskBeside) -> None: ...
 
     def stop(self, timeout_s: float | None = None) -> bool: ...
 
@@ -256,7 +256,7 @@ class Engine:
         if not self._core.is_remote or spec is None or spec.grammar is None:
             return request
         call = methodcaller("compile_grammar", spec.grammar)
-        await self._answer(lambda reply: Call(call, reply))
+        await self._answer(lambda reply: AskBeside(call, reply))
         return replace(request, constraint=replace(spec, compiled=None))
 
     async def abort(self, request_id: str) -> bool:
@@ -282,7 +282,7 @@ class Engine:
     async def load_adapter(self, folder: Path) -> str:
         """Hold the adapter of a folder for requests, and give its fingerprint. Raises ModelError and EngineDead."""
         call = methodcaller("load_adapter", folder)
-        fingerprint: str = await self._answer(lambda reply: Call(call, reply))
+        fingerprint: str = await self._answer(lambda reply: AskBeside(call, reply))
         return fingerprint
 
     async def drop_adapter(self, fingerprint: str) -> None:
@@ -299,7 +299,7 @@ class Engine:
         call = methodcaller(method, *args)
         return await self._answer(lambda reply: Ask(call, reply))
 
-    async def _answer(self, question: Callable[[Callable[[Any], None]], Ask | Call]) -> Any:
+    async def _answer(self, question: Callable[[Callable[[Any], None]], Ask | AskBeside]) -> Any:
         """The answer to a question, which is made with the function that takes it."""
         self._refuse_if_dead()
         answer = asyncio.get_running_loop().create_future()

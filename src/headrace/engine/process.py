@@ -9,16 +9,18 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from headrace.cancellation import Cancellation, WorkCancelled, call_cancellable
 from headrace.config import Config
-from headrace.engine.commands import Abort, Ask, Call, Command, Submit
+from headrace.engine.commands import Abort, Ask, AskBeside, Command, Submit
 from headrace.engine.delivery import Item, OutputQueue
 from headrace.engine.host import ThisProcess
 from headrace.engine.thread import EngineThread
 from headrace.engine.turns import DeviceTurns
 from headrace.errors import GenerationFailed, HeadraceError, ModelError
+from headrace.isolation import errors_as
 from headrace.messages import OneWayCalls
 from headrace.types.memory import MemoryShare
 from headrace.types.request import GenerationRequest
@@ -39,6 +41,8 @@ class EngineServer:
         self._launch = launch
         self._turns = DeviceTurns()
         self._host = ThisProcess()
+        self._lock = threading.Lock()
+        """Held while a load ends, so that it is either cancelled or stopped."""
         self._loads: dict[int, Cancellation] = {}
         self._engines: dict[int, EngineThread] = {}
 
@@ -54,23 +58,23 @@ class EngineServer:
 
     def _load(self, number: int, load: Cancellation, config: Config, share: MemoryShare | None) -> None:
         try:
-            engine = call_cancellable(load, lambda: self._launch(config, self._turns, share))
-            self._engines[number] = engine
-            load.check()
+            with errors_as(partial(_not_loaded, config)):  # the other side waits for an answer
+                engine = call_cancellable(load, lambda: self._launch(config, self._turns, share))
+            with self._lock:
+                self._engines[number] = engine
+                self._loads.pop(number)
+                load.check()
         except WorkCancelled:
             self._stop(number)
         except HeadraceError as error:
             self._calls.call("failed", number, error)
-        except Exception as error:  # the load's exception boundary: the other side waits for an answer
-            logger.exception("%s can't be loaded", config.model)
-            self._calls.call("failed", number, ModelError(f"{config.model} can't be loaded: {type(error).__name__}"))
         else:
             # What is loaded stays; a full collection that searches it would stop the engine for up to 0.3 s.
             gc.collect()
             gc.freeze()
             self._calls.call("launched", number, engine.model, engine.memory, engine.warm_up, engine.has_constraints)
         finally:
-            del self._loads[number]
+            self._loads.pop(number, None)
 
     def on_submit(self, number: int, request: GenerationRequest, prompt: array[int], now: float) -> None:
         """request: without its prompt."""
@@ -89,9 +93,9 @@ class EngineServer:
         self._send(number, Ask(call, self._replying(question)))
 
     def on_call(self, number: int, question: int, call: Callable[[Any], Any]) -> None:
-        self._send(number, Call(call, self._replying(question)))
+        self._send(number, AskBeside(call, self._replying(question)))
 
-    def _send(self, number: int, command: Command | Call) -> None:
+    def _send(self, number: int, command: Command | AskBeside) -> None:
         if (engine := self._engines.get(number)) is not None:
             engine.send(command)
 
@@ -100,16 +104,18 @@ class EngineServer:
 
     def _ask_host(self, question: int, call: Callable[[ThisProcess], Any]) -> None:
         try:
-            answer = call(self._host)
+            with errors_as(_failed):
+                answer = call(self._host)
         except HeadraceError as error:
             answer = error
         self._calls.call("answer", question, answer)
 
     def on_stop(self, number: int) -> None:
-        if (load := self._loads.get(number)) is not None:
-            load.cancel()
-        else:
-            self._begin(self._stop, number)
+        with self._lock:
+            if (load := self._loads.get(number)) is not None:
+                load.cancel()
+                return
+        self._begin(self._stop, number)
 
     def _stop(self, number: int) -> None:
         if (engine := self._engines.pop(number, None)) is not None:
@@ -134,6 +140,16 @@ class EngineServer:
                 self._calls.call("uses", num_bytes)
             told = {**current, -1: num_bytes}
             time.sleep(REPORT_S)
+
+
+def _not_loaded(config: Config, error: BaseException) -> ModelError:
+    logger.error("%s can't be loaded", config.model, exc_info=error)
+    return ModelError(f"{config.model} can't be loaded: {type(error).__name__}")
+
+
+def _failed(error: BaseException) -> ModelError:
+    logger.error("a question to the engines' process failed", exc_info=error)
+    return ModelError(f"the engines' process could not answer: {type(error).__name__}")
 
 
 class _Sender:

@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace.cancellation import interrupted_by
 from headrace.config import Config
-from headrace.engine.commands import Abort, Ask, Call, Command, Stop, Submit
+from headrace.engine.commands import Abort, Ask, AskBeside, Command, Stop, Submit
 from headrace.engine.delivery import Item, OutputQueue, deliver
 from headrace.errors import EngineDead, HeadraceError
 from headrace.messages import OneWayCalls
@@ -238,7 +238,7 @@ class RemoteCore:
         self._error = error
         self._is_ready.set()
 
-    def send(self, command: Command | Call) -> None:
+    def send(self, command: Command | AskBeside) -> None:
         match command:
             case Submit(request, outputs, now):
                 self._queues[request.request_id] = outputs, request.num_choices
@@ -249,7 +249,7 @@ class RemoteCore:
                 self._calls.call("send", self.number, command)
             case Ask(call, reply):
                 self._calls.call("ask", self.number, self._process.question(self.number, reply), call)
-            case Call(call, reply):
+            case AskBeside(call, reply):
                 self._calls.call("call", self.number, self._process.question(self.number, reply), call)
             case Stop():
                 self._calls.call("stop", self.number)

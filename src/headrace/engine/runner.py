@@ -126,8 +126,7 @@ class Runner:
             self._compute(windows)
         except Exception as error:  # the step's exception boundary: its rows fail, the engine goes on
             # MLX's errors tell of the device, never of a request
-            reason = f": {error}" if type(error) is RuntimeError else ""
-            logger.exception("a step of %d rows failed%s", len(windows), reason)
+            logger.exception("a step of %d rows failed%s", len(windows), f": {error}" * (type(error) is RuntimeError))
             if device.is_lost():
                 raise EngineDead("the device has failed at every call since a step failed") from error
             for one in windows:

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from headrace.cancellation import WorkCancelled
 from headrace.config import Config
-from headrace.engine.commands import Ask, Call, Command, Stop
+from headrace.engine.commands import Ask, AskBeside, Command, Stop
 from headrace.engine.loop import Loop
 from headrace.engine.mirror import Follower
 from headrace.engine.prepare import prepare
@@ -115,13 +115,13 @@ class EngineThread:
     def has_constraints(self) -> bool:
         return self._constraints is not None
 
-    def send(self, command: Command | Call) -> None:
-        if isinstance(command, Call):
+    def send(self, command: Command | AskBeside) -> None:
+        if isinstance(command, AskBeside):
             threading.Thread(target=self._answer, args=(command,), name="headrace-call", daemon=True).start()
         else:
             self._inbox.put(command)
 
-    def _answer(self, command: Call) -> None:
+    def _answer(self, command: AskBeside) -> None:
         try:
             command.reply(command.call(self))
         except HeadraceError as error:
