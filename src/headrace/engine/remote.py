@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from operator import methodcaller
 from typing import Any
@@ -191,6 +191,14 @@ class EngineProcess:
             logger.handle(record)
 
 
+@dataclass(slots=True)
+class _OpenRequest:
+    """num_choices: that have not ended."""
+
+    outputs: OutputQueue
+    num_choices: int
+
+
 class RemoteCore:
     """An engine in another process. See `EngineCore`."""
 
@@ -208,8 +216,7 @@ class RemoteCore:
         self._error: HeadraceError | None = None
         self._is_ready = threading.Event()
         self.is_stopped = threading.Event()
-        self._queues: dict[str, tuple[OutputQueue, int]] = {}
-        """By request: where its items go, and how many of its choices have not ended."""
+        self._open: dict[str, _OpenRequest] = {}
 
     def wait(self) -> None:
         """Until the model is loaded. Raises ModelError and ConfigError, and WorkCancelled once the load has ended."""
@@ -241,11 +248,11 @@ class RemoteCore:
     def send(self, command: Command | AskBeside) -> None:
         match command:
             case Submit(request, outputs, now):
-                self._queues[request.request_id] = outputs, request.num_choices
+                self._open[request.request_id] = _OpenRequest(outputs, request.num_choices)
                 # as an array, long prompts take half of the time to cross
                 self._calls.call("submit", self.number, replace(request, prompt=()), array("i", request.prompt), now)
             case Abort(request_id):
-                self._queues.pop(request_id, None)
+                self._open.pop(request_id, None)
                 self._calls.call("send", self.number, command)
             case Ask(call, reply):
                 self._calls.call("ask", self.number, self._process.question(self.number, reply), call)
@@ -258,15 +265,13 @@ class RemoteCore:
         """Items from the engine. Those of requests that were aborted meanwhile are dropped."""
         taken = []
         for request_id, item in items:
-            if (found := self._queues.get(request_id)) is None:
+            if (request := self._open.get(request_id)) is None:
                 continue
-            outputs, num_open = found
-            taken.append((outputs, item))
-            if isinstance(item, TokenOutput):
-                num_open -= item.finish_reason is not None
-                self._queues[request_id] = outputs, num_open
-            if num_open == 0 or isinstance(item, HeadraceError):
-                self._queues.pop(request_id, None)
+            taken.append((request.outputs, item))
+            if isinstance(item, TokenOutput) and item.finish_reason is not None:
+                request.num_choices -= 1
+            if request.num_choices == 0 or isinstance(item, HeadraceError):
+                self._open.pop(request_id, None)
         for request_id in deliver(taken):
             self.send(Abort(request_id))
 
@@ -283,8 +288,8 @@ class RemoteCore:
         if not self._is_ready.is_set():
             self.failed(error)
         self._process.forget(self, error)
-        queues, self._queues = self._queues, {}
-        deliver([(outputs, error) for outputs, _ in queues.values()])
+        requests, self._open = self._open, {}
+        deliver([(each.outputs, error) for each in requests.values()])
 
 
 def _ending(code: int) -> str:

@@ -89,7 +89,7 @@ class _Team:
             meeting.close()
 
     def _invite(self, invitation: Invitation) -> None:
-        words = [sys.executable, "-m", RANK_MODULE]
+        words = [sys.executable, "-P", "-m", RANK_MODULE]  # not modules of the working directory
         ssh = self._layout.hosts[invitation.rank].ssh
         command = words if ssh is None else [*_SSH, ssh, shlex.join(words)]
         try:
