@@ -105,10 +105,12 @@ class OneWayCalls:
     def serve(self) -> None:
         """Make the calls of the other side, one after another, until it is gone."""
         read = reader(self._connection)
-        with suppress(EOFError, OSError):
-            while True:
+        while True:
+            try:
                 method, args = receive(read)
-                getattr(self._target, f"on_{method}")(*args)
+            except (EOFError, OSError):
+                return
+            getattr(self._target, f"on_{method}")(*args)
 
     def close(self) -> None:
         self._waiting.put(None)

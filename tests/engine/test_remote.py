@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -13,6 +16,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import closing
 from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,12 @@ import httpx
 import pytest
 
 from headrace.cancellation import Cancellation, WorkCancelled, call_cancellable
+from headrace.cli.engine_process import ToServer
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.remote import EngineProcess
-from headrace.errors import EngineDead, InvalidRequest, ModelError
+from headrace.errors import EngineDead, GenerationFailed, InvalidRequest, ModelError
+from headrace.server.log_format import JsonLines, TextLines
 from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.events import TokenOutput
 from headrace.types.request import GREEDY, ConstraintSpec, GenerationRequest, SamplingParams
@@ -167,8 +173,52 @@ def test_a_stopped_engine_refuses_requests_and_leaves_no_bytes(process: EnginePr
     assert process.exact_memory_in_use() <= before
 
 
+def test_what_fails_in_the_process_is_answered(engine: Engine, process: EngineProcess) -> None:
+    with pytest.raises(ModelError, match="OSError"):  # a name that no file system takes
+        asyncio.run(engine.load_adapter(Path("x" * 300)))
+    with pytest.raises(GenerationFailed, match="AttributeError"):
+        process.ask(methodcaller("unknown"))
+    assert asyncio.run(outputs(engine, GenerationRequest("after", (7,), GREEDY, 2)))
+
+
+def test_a_process_that_still_imports_ends_with_its_server() -> None:
+    program = """
+import os
+from headrace.engine.remote import EngineProcess
+print(EngineProcess().pid, flush=True)
+os._exit(0)
+"""
+    found = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+    until = time.monotonic() + 1.5  # its imports take longer
+    while is_alive(int(found.stdout)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_record_of_the_process_has_its_stack_and_no_message_of_its_exception() -> None:
+    class Calls:
+        def call(self, method: str, record: logging.LogRecord) -> None:
+            self.record = pickle.loads(pickle.dumps(record))
+
+    calls = Calls()
+    logger = logging.Logger("engine")
+    logger.addHandler(ToServer(calls))  # type: ignore[arg-type]
+    secret = f"a client's {2 * 3} words"
+    try:
+        raise ValueError(secret)
+    except ValueError:
+        logger.exception("a step of %d rows failed", 3)
+    line = json.loads(JsonLines().format(calls.record))
+    assert line["message"] == "a step of 3 rows failed"
+    assert "test_remote.py" in line["traceback"]
+    assert "ValueError" in TextLines("%(message)s").format(calls.record)
+    assert secret not in line["traceback"] + TextLines("%(message)s").format(calls.record)
+
+
 def children(pid: int) -> list[int]:
-    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True
+    ).stdout
     return [int(line.split()[0]) for line in listed.splitlines() if "engine_process" in line]
 
 

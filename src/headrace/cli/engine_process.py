@@ -1,7 +1,4 @@
-"""`python -m headrace.cli.engine_process`: the engines of a server, in a process of their own.
-
-It ends when the connection to the server does, whatever runs.
-"""
+"""The engines of a server, in a process of their own, which ends when the server does, whatever runs."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+from copy import copy
 from importlib import import_module
 from logging.handlers import QueueHandler
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from headrace.config_loading import set_up_libraries
 from headrace.messages import OneWayCalls
 from headrace.ranks.channel import Ranks
 from headrace.ranks.start import start_ranks
-from headrace.server.log_format import TextLines
+from headrace.server.log_format import STACK, stack_without_messages
 from headrace.types.memory import MemoryShare
 
 if TYPE_CHECKING:
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    """Command line: descriptors of the connection, and of a pipe that the server closes at its end."""
+    connection, life = int(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=_end_with_server, args=(life,), name="headrace-life", daemon=True).start()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # a service manager sends SIGTERM to all processes, and the server drains
     # The interpreter's switch interval stays long here: threads beside the engine's run while that is in MLX, which
@@ -38,10 +40,16 @@ def main() -> None:
     except (ImportError, ValueError):  # the server imports the same, and reports what is missing
         return
     server = process.EngineServer(_launch)
-    calls = OneWayCalls(socket.socket(fileno=int(sys.argv[1])), server)
-    logging.getLogger().addHandler(_ToServer(calls))
+    calls = OneWayCalls(socket.socket(fileno=connection), server)
+    logging.getLogger().addHandler(ToServer(calls))
     logging.getLogger().setLevel(logging.WARNING)
     server.serve(calls)
+    os._exit(0)
+
+
+def _end_with_server(life: int) -> None:
+    os.read(life, 1)
+    os._exit(0)
 
 
 def _launch(config: Config, turns: DeviceTurns, share: MemoryShare | None) -> EngineThread:
@@ -63,18 +71,20 @@ def _other_ranks(config: Config) -> Ranks | None:
     return ranks
 
 
-class _ToServer(QueueHandler):
+class ToServer(QueueHandler):
     """Has the server log the records."""
 
     def __init__(self, calls: OneWayCalls) -> None:
         super().__init__(None)  # type: ignore[arg-type]
         self._calls = calls
-        self.setFormatter(TextLines("%(message)s"))
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        record = copy(record)
+        record.msg, record.args = record.getMessage(), None
+        if record.exc_info and record.exc_info[1] is not None:
+            setattr(record, STACK, stack_without_messages(record.exc_info[1]))
+        record.exc_info = record.exc_text = None
+        return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
         self._calls.call("log", record)
-
-
-if __name__ == "__main__":
-    main()
-    os._exit(0)

@@ -70,6 +70,11 @@ def with_flags(message: str) -> str:
 
 def command() -> NoReturn:
     """The `headrace` command: `main` between a terminal or pipe of any kind and the process's end."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed, so that a connection to another process would take its place
+            os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             # Model output may contain any character; a terminal without it shows a question mark.
@@ -78,7 +83,8 @@ def command() -> NoReturn:
         signal.signal(signal.SIGINT, _interrupt)
     try:
         code = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:  # another one, while the first was being reported
         code = _INTERRUPTED
     except BrokenPipeError:  # as in `headrace doctor | head`
@@ -87,7 +93,8 @@ def command() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
-            stream.flush()
+            if stream is not None:
+                stream.flush()
     # An ordinary exit would wait for worker threads, which may be stuck, and abort in the middle of MLX's work.
     os._exit(code)
 

@@ -276,7 +276,7 @@ class Loop:
         return self._prefixes.clear() + media_bytes + self._sparse.clear()
 
     def load_adapter(self, files: AdapterFiles) -> None:
-        with errors_as(_adapter_error):  # a file may hold anything
+        with errors_as(adapter_error):  # a file may hold anything
             self._adapters.load(files, self._reserve)
 
     def drop_adapter(self, fingerprint: str) -> None:
@@ -372,7 +372,7 @@ class Loop:
         self._adapters.end(request_id)
 
 
-def _adapter_error(error: BaseException) -> ModelError:
+def adapter_error(error: BaseException) -> ModelError:
     return ModelError(f"the adapter can't be loaded: {type(error).__name__}")
 
 

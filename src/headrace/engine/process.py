@@ -82,9 +82,12 @@ class EngineServer:
             return  # it was stopped, which the other side knows
         outputs = OutputQueue(_Sender(self._calls, number), _is_sent, request.request_id)
         try:
-            engine.send(Submit(engine.compiled(replace(request, prompt=tuple(prompt))), outputs, now))
+            with errors_as(_failed):
+                request = engine.compiled(replace(request, prompt=tuple(prompt)))
         except HeadraceError as error:
             outputs.receiver.receive([(outputs, error)])
+        else:
+            engine.send(Submit(request, outputs, now))
 
     def on_send(self, number: int, command: Abort) -> None:
         self._send(number, command)
@@ -147,9 +150,9 @@ def _not_loaded(config: Config, error: BaseException) -> ModelError:
     return ModelError(f"{config.model} can't be loaded: {type(error).__name__}")
 
 
-def _failed(error: BaseException) -> ModelError:
-    logger.error("a question to the engines' process failed", exc_info=error)
-    return ModelError(f"the engines' process could not answer: {type(error).__name__}")
+def _failed(error: BaseException) -> GenerationFailed:
+    logger.error("a call to the engines' process failed", exc_info=error)
+    return GenerationFailed(f"the engines' process could not answer: {type(error).__name__}")
 
 
 class _Sender:

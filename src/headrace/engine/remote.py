@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 from headrace.cancellation import interrupted_by
@@ -27,7 +29,11 @@ from headrace.types.memory import MemoryShare, ModelMemory
 from headrace.types.model import ModelDescription
 from headrace.types.status import DeviceStatus, WarmUpStatus
 
-PROCESS_MODULE = "headrace.cli.engine_process"
+_PROGRAM = (
+    "import sys; package = sys.argv.pop(1); sys.path[:0] = [package] * (package not in sys.path); "
+    "from headrace.cli.engine_process import main; main()"
+)
+"""Runs the same package as this process, and no module of the working directory."""
 
 _END_S = 0.3
 """Time for the process to end once its connection is closed, which takes milliseconds; then it is killed."""
@@ -38,19 +44,24 @@ class EngineProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
+        life, self._life = os.pipe()
+        """Nothing is sent: the process ends when this end is closed, even while it imports."""
+        package = str(Path(__file__).parents[2])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", PROCESS_MODULE, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _PROGRAM, package, str(theirs.fileno()), str(life)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), life],
                 start_new_session=True,  # Ctrl-C is for the server, which ends its engines itself
             )
+        os.close(life)
         self._calls = OneWayCalls(ours, self)
         self._numbers = count()
         self._cores: dict[int, RemoteCore] = {}
         self._replies: dict[int, tuple[int | None, Callable[[Any], None]]] = {}
         """By question: of which engine, and what takes the answer."""
         self._memory_in_use = 0
+        self._is_closed = False
         self._end: str | None = None
         """Why the process has ended."""
         threading.Thread(target=self._serve, name="headrace-engines", daemon=True).start()
@@ -70,11 +81,11 @@ class EngineProcess:
         return core
 
     def device_memory(self, utilization: float | None) -> int:
-        num_bytes: int = self._ask(methodcaller("device_memory", utilization))
+        num_bytes: int = self.ask(methodcaller("device_memory", utilization))
         return num_bytes
 
     def device(self) -> DeviceStatus:
-        device: DeviceStatus = self._ask(methodcaller("device"))
+        device: DeviceStatus = self.ask(methodcaller("device"))
         return device
 
     def memory_in_use(self) -> int:
@@ -82,27 +93,30 @@ class EngineProcess:
         return self._memory_in_use
 
     def exact_memory_in_use(self) -> int:
-        num_bytes: int = self._ask(methodcaller("memory_in_use"))
+        num_bytes: int = self.ask(methodcaller("memory_in_use"))
         return num_bytes
 
     def weights_bytes(self, config: Config) -> int:
-        num_bytes: int = self._ask(methodcaller("weights_bytes", config))
+        num_bytes: int = self.ask(methodcaller("weights_bytes", config))
         return num_bytes
 
     def failure(self) -> str | None:
         try:
-            failure: str | None = self._ask(methodcaller("failure"))
+            failure: str | None = self.ask(methodcaller("failure"))
         except EngineDead as error:
             return error.message
         return failure
 
     def release_memory(self) -> None:
         with suppress(EngineDead):
-            self._ask(methodcaller("release_memory"))
+            self.ask(methodcaller("release_memory"))
 
     def close(self) -> None:
         """End the process, whatever it does."""
         self._calls.close()
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self._life)
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -121,7 +135,7 @@ class EngineProcess:
             if number == core.number and self._replies.pop(question, None) is not None:
                 reply(error)
 
-    def _ask(self, call: Callable[[Any], Any]) -> Any:
+    def ask(self, call: Callable[[Any], Any]) -> Any:
         """Ask the process, and wait. Raises EngineDead, and what the call raises."""
         answers: list[Any] = []
         has_answer = threading.Event()
@@ -156,12 +170,13 @@ class EngineProcess:
     def on_launched(
         self, number: int, model: ModelDescription, memory: ModelMemory, warm_up: WarmUpStatus, has_constraints: bool
     ) -> None:
-        self._cores[number].launched(model, memory, warm_up, has_constraints)
+        if (core := self._cores.get(number)) is not None:  # else it was stopped at the end of its load
+            core.launched(model, memory, warm_up, has_constraints)
 
     def on_failed(self, number: int, error: HeadraceError) -> None:
-        core = self._cores.pop(number)
-        core.failed(error)
-        core.is_stopped.set()
+        if (core := self._cores.pop(number, None)) is not None:
+            core.failed(error)
+            core.is_stopped.set()
 
     def on_changed(self, number: int, death: str | None, warm_up: WarmUpStatus) -> None:
         if (core := self._cores.get(number)) is not None:
@@ -296,5 +311,5 @@ def _ending(code: int) -> str:
     """How a process has ended, by its return code."""
     if code >= 0:
         return f"has ended with code {code}"
-    name = signal.Signals(-code).name
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"was killed by {name}{', as systems do when memory runs out' if name == 'SIGKILL' else ''}"

@@ -18,11 +18,11 @@ import mlx.core as mx
 from headrace.cancellation import WorkCancelled
 from headrace.config import Config
 from headrace.engine.commands import Ask, AskBeside, Command, Stop
-from headrace.engine.loop import Loop
+from headrace.engine.loop import Loop, adapter_error
 from headrace.engine.mirror import Follower
 from headrace.engine.prepare import prepare
 from headrace.engine.turns import DeviceTurns
-from headrace.errors import EngineDead, HeadraceError, ModelError
+from headrace.errors import EngineDead, GenerationFailed, HeadraceError, ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.isolation import errors_as
 from headrace.models.lora_files import read_adapter
@@ -122,10 +122,13 @@ class EngineThread:
             self._inbox.put(command)
 
     def _answer(self, command: AskBeside) -> None:
+        answer: object
         try:
-            command.reply(command.call(self))
+            with errors_as(_not_answered):
+                answer = command.call(self)
         except HeadraceError as error:
-            command.reply(error)
+            answer = error
+        command.reply(answer)
 
     def compile_grammar(self, grammar: str) -> None:
         """Raises InvalidRequest."""
@@ -143,7 +146,8 @@ class EngineThread:
         """Hold the adapter of a folder for requests, and give its fingerprint. Raises ModelError and EngineDead."""
         if self._ranks is not None:
             raise ModelError("adapters are not supported for a model that is split over ranks")
-        files = read_adapter(folder)
+        with errors_as(adapter_error):  # a file may hold anything
+            files = read_adapter(folder)
         answers: queue.SimpleQueue[HeadraceError | None] = queue.SimpleQueue()
         self._inbox.put(Ask(lambda loop: loop.load_adapter(files), answers.put))
         if self.death is not None:  # its inbox may not be read any more
@@ -222,3 +226,8 @@ class EngineThread:
         logger.debug("the model can't be served", exc_info=error)
         name, first_line = type(error).__name__, str(error).partition("\n")[0]
         return ModelError(f"{self._config.model} can't be served: {name}: {first_line}")
+
+
+def _not_answered(error: BaseException) -> GenerationFailed:
+    logger.error("a call beside the engine's thread failed", exc_info=error)
+    return GenerationFailed(f"the engine could not answer: {type(error).__name__}")

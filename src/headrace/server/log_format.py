@@ -14,6 +14,9 @@ from typing import Any
 FIELDS = "fields"
 """The attribute of a log record that holds its values by name."""
 
+STACK = "stack_text"
+"""The attribute of a record from another process that holds the stack of its exception."""
+
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
@@ -29,7 +32,8 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.exc_text = None  # another handler's formatter leaves its text here
-        return super().format(record)
+        stack = getattr(record, STACK, None)
+        return super().format(record) + ("" if stack is None else f"\n{stack}")
 
     def formatException(self, ei: _ExceptionInfo) -> str:
         return "" if ei[1] is None else stack_without_messages(ei[1])
@@ -48,6 +52,8 @@ class JsonLines(TextLines):
         line.update(getattr(record, FIELDS, None) or {"message": record.getMessage()})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
+        elif (stack := getattr(record, STACK, None)) is not None:
+            line["traceback"] = stack
         return json.dumps(line, ensure_ascii=False)
 
 
