@@ -79,8 +79,8 @@ def command() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             # Model output may contain any character; a terminal without it shows a question mark.
             stream.reconfigure(errors="replace")
-    if sys.argv[1:2] != ["chat"]:  # where Ctrl-C ends an answer only
-        signal.signal(signal.SIGINT, _interrupt)
+    # In a chat Ctrl-C ends an answer only. Both hold even if the caller ignores it, as nohup's shell does.
+    signal.signal(signal.SIGINT, signal.default_int_handler if sys.argv[1:2] == ["chat"] else _interrupt)
     try:
         code = main()
         if sys.stdout is not None:
