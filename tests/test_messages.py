@@ -66,5 +66,5 @@ def test_calls_are_made_in_order_until_the_other_side_is_gone() -> None:
     assert not serving.is_alive()
     assert target.taken[-2:] == ["last", b"y" * 300_000]
     assert sorted(target.taken[:-2]) == sorted([*range(500)] * 3)  # type: ignore[type-var]
-    here.call("add", 1)  # to nobody: no error
+    here.call("add", 1)  # the other side is gone: no error
     here.close()

@@ -44,8 +44,8 @@ class EngineProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
+        # nothing is sent: the process ends when our end is closed, even while it imports
         life, self._life = os.pipe()
-        """Nothing is sent: the process ends when this end is closed, even while it imports."""
         package = str(Path(__file__).parents[2])
         with theirs:
             self._process = subprocess.Popen(
