@@ -144,7 +144,7 @@ def test_the_client_of_a_stream_that_loads_its_model_gets_keep_alives_first() ->
 
 
 def num_threads() -> int:
-    """Of the engines' process. MLX 0.32 leaves up to two behind for each model that was loaded. Linux only."""
+    """Of the engines' process. Linux only."""
     return len(list(Path(f"/proc/{_process().pid}/task").iterdir()))
 
 
@@ -164,13 +164,15 @@ def test_loading_and_unloading_leave_no_bytes_and_no_threads(num_rounds: int) ->
                     if _process().memory_in_use() <= 0.01 * held[-1]:
                         break
                     await asyncio.sleep(0.05)
+                await asyncio.sleep(0.2)  # threads that have answered end
                 threads.append(num_threads())
                 held.append(_process().memory_in_use())
             weights, left = held[::2], held[1::2]
             assert max(weights) <= 1.01 * min(weights), weights
             assert max(left) - min(left) <= 0.01 * weights[0], left
             assert left[-1] <= 0.01 * weights[0], left
-            assert threads[-1] - threads[0] <= 2 * len(SMALL) * (num_rounds - 1), threads
+            # MLX 0.32 leaves one native thread behind for each engine's thread. Three more may be about to end.
+            assert threads[-1] - threads[0] <= len(SMALL) * (num_rounds - 1) + 3, threads
 
     asyncio.run(scenario())
 

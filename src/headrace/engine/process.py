@@ -8,6 +8,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,8 @@ class EngineServer:
         self._launch = launch
         self._turns = DeviceTurns()
         self._host = ThisProcess()
+        # One thread for all questions: MLX (0.32) leaves a native thread behind for each that used it and ended.
+        self._questions = ThreadPoolExecutor(1, "headrace-questions")
         self._lock = threading.Lock()
         """Held while a load ends, so that it is either cancelled or stopped."""
         self._loads: dict[int, Cancellation] = {}
@@ -103,7 +106,7 @@ class EngineServer:
             engine.send(command)
 
     def on_ask_host(self, question: int, call: Callable[[ThisProcess], Any]) -> None:
-        self._begin(self._ask_host, question, call)
+        self._questions.submit(self._ask_host, question, call)
 
     def _ask_host(self, question: int, call: Callable[[ThisProcess], Any]) -> None:
         try:
