@@ -6,11 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from headrace.backend.cuda.put import Part
 from headrace.backend.operations import num_launches, operations
-from headrace.state.attention import KVRecord, SlidingAttentionState, copy_layers
+from headrace.state.attention import KVRecord, SlidingAttentionState
 from headrace.state.delta import Stops
+from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceRecord, SequenceState
-from headrace.state.slabs import SMALLEST_CAPACITY, StatePool, slot_capacity
+from headrace.state.slabs import SMALLEST_CAPACITY, Slot, StatePool, slot_capacity
 
 LAYER = (0,)
 
@@ -202,11 +204,43 @@ def test_a_span_of_many_layers_is_copied_once() -> None:
     for layer in layers:
         state.full_attention(layer).write(0, *tokens(0, 8))
     mx.eval(state.arrays())
-    records = copy_layers({layer: state.full_attention(layer) for layer in layers}, 2, 7)
-    found = operations([array for record in records.values() for array in record.arrays])
-    assert num_launches(found) == 1
-    for record in records.values():
+    slot = state.full_attention(layers[0]).slot
+    ((group, copied),) = slot.copies(layers, 2, 7).items()
+    assert group == tuple(layers)
+    records = KVRecord(2, *copied).by_layer(len(group))
+    assert num_launches(operations([array for record in records for array in record.arrays])) == 1
+    for record in records:
         assert all(mx.array_equal(*pair) for pair in zip(record.arrays, tokens(2, 7), strict=True))
+
+
+@pytest.mark.parametrize("length", [90, 100])
+def test_many_short_spans_are_restored_by_few_writes(pool: StatePool, length: int) -> None:
+    """The last may hold more tokens than are restored."""
+    state = SequenceState(pool, 100)
+    state.begin(100)
+    layers = [(number,) for number in range(3)]
+    for layer in layers:
+        state.full_attention(layer).write(0, *tokens(layer[0], layer[0] + 100))
+    state.commit(100)
+    ends = [*range(4, 84, 4), 100]
+    spans = [state.copy_span(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    with pytest.MonkeyPatch.context() as patched:
+        writes: list[tuple[int, int]] = []
+        write = Slot.parts
+
+        def counted(slot: Slot, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> list[Part]:
+            writes.append((start, start + keys.shape[2]))
+            return write(slot, layer, start, keys, values)
+
+        patched.setattr(Slot, "parts", counted)
+        restored = SequenceState(pool)
+        restored.restore_parts(length, spans, None)
+        restored.begin(1)
+        for layer in layers:
+            keys, values = restored.full_attention(layer).read(0, length)
+            assert mx.array_equal(keys, tokens(layer[0], layer[0] + length)[0])
+            assert mx.array_equal(values, tokens(layer[0], layer[0] + length)[1])
+    assert writes == [(0, length)] * 3
 
 
 def test_snapshots_of_delta_layers_are_copied_once() -> None:

@@ -5,7 +5,7 @@ Slots and records hold keys and values as they are stored, exact or packed; `wri
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from headrace.state.slabs import Slot
 
 @dataclass(frozen=True, slots=True)
 class KVRecord(LayerRecord):
-    """Keys and values `[1, num_kv_heads, n, head_dim]` of the tokens from `start` on; None before any write.
+    """Keys and values `[num_layers, num_kv_heads, n, head_dim]` of the tokens from `start` on; None before any write.
 
     Of full attention as they are stored, see `PackedNumbers`.
     """
@@ -39,13 +39,21 @@ class KVRecord(LayerRecord):
         return KVRecord(start, mx.contiguous(self.keys[place]), mx.contiguous(self.values[place]))
 
 
-def joined(records: Sequence[KVRecord], end: int) -> KVRecord:
-    """A copy of records that follow each other, up to the token `end`, not evaluated."""
+    def by_layer(self, num_layers: int) -> list[KVRecord]:
+        """A record for each layer: views."""
+        if self.keys is None or self.values is None:
+            return [self] * num_layers
+        pairs = zip(mx.split(self.keys, num_layers), mx.split(self.values, num_layers), strict=True)
+        return [KVRecord(self.start, keys, values) for keys, values in pairs]
+
+
+def joined(records: Sequence[KVRecord]) -> KVRecord:
+    """A copy of records that follow each other, not evaluated."""
     held = [(record.keys, record.values) for record in records if record.keys is not None and record.values is not None]
     if not held:
         return records[0]
     keys, values = (mx.concatenate(list(parts), axis=2) for parts in zip(*held, strict=True))
-    return KVRecord(records[0].start, keys, values).part(records[0].start, end)
+    return KVRecord(records[0].start, keys, values)
 
 
 class FullAttentionState:
@@ -114,17 +122,6 @@ class FullAttentionState:
         forms = () if self.form is None else self.form
         unpacked = sum(array.shape[1] * form.exact_bytes for array, form in zip(arrays, forms, strict=False))
         return LayerCost(per_token=per_token, in_slots=True, unpacked_per_token=unpacked)
-
-
-def copy_layers(states: Mapping[LayerKey, FullAttentionState], start: int, end: int) -> dict[LayerKey, KVRecord]:
-    """Copies of the tokens `start` to `end` in all layers of a sequence, not evaluated."""
-    records = {key: KVRecord(start, None, None) for key in states}
-    written = {state.layer: key for key, state in states.items() if start < end and state.slot.has(state.layer)}
-    if written:
-        (slot, *_) = [state.slot for state in states.values()]
-        for layer, (keys, values) in slot.copies(written, start, end).items():
-            records[written[layer]] = KVRecord(start, keys, values)
-    return records
 
 
 class SlidingAttentionState:

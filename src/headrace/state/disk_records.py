@@ -288,10 +288,10 @@ class Load:
                 made[name] = mlx_array(arrays.pop(name))
                 yield
         if layers and start < end:
-            records = {
-                key: KVRecord(start, made[span_name(key, "keys")], made[span_name(key, "values")]) for key in layers
+            groups = {
+                (key,): KVRecord(start, made[span_name(key, "keys")], made[span_name(key, "values")]) for key in layers
             }
-            self.span = SpanRecord(start, end, records)
+            self.span = SpanRecord(start, end, groups)
         self.snapshot = SequenceRecord(end, rebuild(description, made)) if description else None
         self.is_loaded = True
 

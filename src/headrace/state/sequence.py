@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from headrace.state.attention import FullAttentionState, KVRecord, copy_layers, joined
+from headrace.state.attention import FullAttentionState, KVRecord, joined
 from headrace.state.delta import TableState
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord, LayerState
 from headrace.state.recurrent import BatchedState, RecurrentRecord
@@ -16,6 +16,10 @@ from headrace.state.slabs import StatePool, slot_capacity
 
 State = TypeVar("State", bound=LayerState)
 Recurrent = TypeVar("Recurrent", BatchedState, TableState)
+
+_JOINED_TOKENS = 4096
+"""Shorter neighbouring spans are restored together: each costs the host 60 µs and a launch, so that late turns of a
+conversation would take longer than early ones. The copy takes as many bytes for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +71,26 @@ class SequenceRecord:
 
 @dataclass(frozen=True, slots=True)
 class SpanRecord:
-    """Immutable keys and values of all full attention layers for the tokens `start` to `end`."""
+    """Immutable keys and values of all full attention layers for the tokens `start` to `end`.
+
+    groups: by the layers that a record has.
+    """
 
     start: int
     end: int
-    layers: Mapping[LayerKey, KVRecord]
+    groups: Mapping[tuple[LayerKey, ...], KVRecord]
 
     @property
     def num_bytes(self) -> int:
-        return sum(record.num_bytes for record in self.layers.values())
+        return sum(record.num_bytes for record in self.groups.values())
+
+    @property
+    def layers(self) -> dict[LayerKey, KVRecord]:
+        """Views of the groups' records."""
+        records: dict[LayerKey, KVRecord] = {}
+        for keys, record in self.groups.items():
+            records.update(zip(keys, record.by_layer(len(keys)), strict=True))
+        return records
 
     def split(self, num_tokens: int) -> tuple[SpanRecord, SpanRecord]:
         """Two records, of the first `num_tokens` tokens and of the rest; copies, so that each can be dropped alone."""
@@ -86,9 +101,9 @@ class SpanRecord:
         """The tokens `start` to `end`, which the record has: a copy, or the record itself for all of them."""
         if (start, end) == (self.start, self.end):
             return self
-        layers = {key: record.part(start, end) for key, record in self.layers.items()}
-        mx.async_eval([record.arrays for record in layers.values()])
-        return SpanRecord(start, end, layers)
+        groups = {keys: record.part(start, end) for keys, record in self.groups.items()}
+        mx.async_eval([record.arrays for record in groups.values()])
+        return SpanRecord(start, end, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +273,14 @@ class SequenceState:
         Raises RuntimeError if `is_untouched`.
         """
         self._check_layers()
-        sliceable = {key: state for key, state in self._layers.items() if isinstance(state, FullAttentionState)}
-        layers = copy_layers(sliceable, start, end)
-        self.pool.launch([array for record in layers.values() for array in record.arrays])
-        return SpanRecord(start, end, layers)
+        layers = [key for key, state in self._layers.items() if isinstance(state, FullAttentionState)]
+        written = [key for key in layers if start < end and self._slot.has(key)]
+        copies = self._slot.copies(written, start, end)
+        groups = {keys: KVRecord(start, *copied) for keys, copied in copies.items()}
+        if unwritten := tuple(key for key in layers if key not in written):
+            groups[unwritten] = KVRecord(start, None, None)
+        self.pool.launch([array for record in groups.values() for array in record.arrays])
+        return SpanRecord(start, end, groups)
 
     def _check_layers(self) -> None:
         if self.is_untouched:
@@ -300,7 +319,7 @@ class SequenceState:
         """Become the state at `length` from consecutive spans from token 0 on, and a snapshot there."""
         self._clear()
         self._restored = spans, snapshot
-        for part in (*spans, *(() if snapshot is None else (snapshot,))):
+        for part in (*_joined_spans(spans), *(() if snapshot is None else (snapshot,))):
             for key, record in part.layers.items():
                 self._sources.setdefault(key, []).append(record)
         self.length, self.num_open, self.num_certain, self.snapshot_points = length, 0, 0, ()
@@ -349,12 +368,32 @@ class SequenceState:
         self._sources = {}
 
 
+def _joined_spans(spans: Sequence[SpanRecord]) -> Iterator[SpanRecord]:
+    """The same tokens in fewer records. The copies of neighbours are not evaluated."""
+    run: list[SpanRecord] = []
+    for span in spans:
+        if run and (span.end - run[0].start > _JOINED_TOKENS or span.groups.keys() != run[0].groups.keys()):
+            yield _joined_span(run)
+            run = []
+        run.append(span)
+    if run:
+        yield _joined_span(run)
+
+
+def _joined_span(run: Sequence[SpanRecord]) -> SpanRecord:
+    if len(run) == 1:
+        return run[0]
+    groups = {keys: joined([span.groups[keys] for span in run]) for keys in run[0].groups}
+    return SpanRecord(run[0].start, run[-1].end, groups)
+
+
 def _joined(length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> SequenceRecord:
     """One record of the state at `length`, from consecutive spans and a snapshot."""
     if not spans and snapshot is not None:
         return snapshot
+    by_layer = [span.layers for span in spans]
     layers: dict[LayerKey, LayerRecord] = {}
-    for key in spans[0].layers if spans else ():
-        layers[key] = joined([span.layers[key] for span in spans], length)
+    for key in by_layer[0] if by_layer else ():
+        layers[key] = joined([records[key] for records in by_layer]).part(0, length)
     mx.eval([record.arrays for record in layers.values()])
     return SequenceRecord(length, {**layers, **(snapshot.layers if snapshot is not None else {})})

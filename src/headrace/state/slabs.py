@@ -193,23 +193,31 @@ class Slot:
         place = self._place(start, end)
         return self.slab.keys[layer][place], self.slab.values[layer][place]
 
-    def copies(self, layers: Iterable[LayerKey], start: int, end: int) -> dict[LayerKey, tuple[mx.array, mx.array]]:
-        """Copies of the layers' keys and values, not evaluated: one launch where shapes agree."""
-        groups: dict[Hashable, list[LayerKey]] = {}
+    def copies(
+        self, layers: Iterable[LayerKey], start: int, end: int
+    ) -> dict[tuple[LayerKey, ...], tuple[mx.array, mx.array]]:
+        """Copies of keys and values `[num_layers, num_kv_heads, n, head_dim]` of the layers that are alike.
+
+        Not evaluated: one launch for such layers, or two if keys and values differ in shape.
+        """
+        alike: dict[Hashable, list[LayerKey]] = {}
         for layer in layers:
-            keys = self.slab.keys[layer]
-            is_even = keys.shape == self.slab.values[layer].shape
-            groups.setdefault((keys.shape, keys.dtype) if is_even else layer, []).append(layer)
-        found: dict[LayerKey, tuple[mx.array, mx.array]] = {}
-        for group in groups.values():
-            own = slice(self.row, self.row + 1)
-            arrays = [array[own] for layer in group for array in (self.slab.keys[layer], self.slab.values[layer])]
-            by_shape = [arrays] if arrays[0].shape == arrays[1].shape else [[array] for array in arrays]
-            copied: list[mx.array] = []
-            for some in by_shape:
-                parts = collect(some, some[0].shape[1], some[0].shape[3], self.start + start, end - start)
-                copied += mx.split(parts, len(some))  # views: an index would copy each
-            found.update(zip(group, zip(copied[::2], copied[1::2], strict=True), strict=True))
+            keys, values = self.slab.keys[layer], self.slab.values[layer]
+            alike.setdefault((keys.shape, values.shape, keys.dtype, values.dtype), []).append(layer)
+        row = slice(self.row, self.row + 1)
+
+        def collected(arrays: list[mx.array]) -> mx.array:
+            shape = arrays[0].shape
+            return collect([array[row] for array in arrays], shape[1], shape[3], self.start + start, end - start)
+
+        found: dict[tuple[LayerKey, ...], tuple[mx.array, mx.array]] = {}
+        for group in alike.values():
+            keys, values = ([stored[layer] for layer in group] for stored in (self.slab.keys, self.slab.values))
+            if keys[0].shape == values[0].shape and keys[0].dtype == values[0].dtype:
+                stored_keys, stored_values = mx.split(collected(keys + values), 2)  # views: an index would copy
+                found[tuple(group)] = stored_keys, stored_values
+            else:
+                found[tuple(group)] = collected(keys), collected(values)
         return found
 
     def has(self, layer: LayerKey) -> bool:
@@ -284,8 +292,10 @@ class StatePool:
                 self._move_by_layer(slot, slot.slab, larger, num_used)
             elif num_used:
                 moved: list[Part] = []
-                for layer, (keys, values) in slot.copies(slot.slab.keys, 0, num_used).items():
-                    moved += larger.parts(layer, 0, keys, values)
+                for layers, copied in slot.copies(slot.slab.keys, 0, num_used).items():
+                    by_layer = zip(*(mx.split(array, len(layers)) for array in copied), strict=True)
+                    for layer, (keys, values) in zip(layers, by_layer, strict=True):
+                        moved += larger.parts(layer, 0, keys, values)
                 self.launch(put(moved))
             undo.pop_all()
         self.free(slot)
