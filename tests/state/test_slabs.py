@@ -214,8 +214,9 @@ def test_a_span_of_many_layers_is_copied_once() -> None:
 
 
 @pytest.mark.parametrize("length", [90, 100])
-def test_many_short_spans_are_restored_by_few_writes(pool: StatePool, length: int) -> None:
+def test_many_short_spans_are_restored_by_few_writes(length: int) -> None:
     """The last may hold more tokens than are restored."""
+    pool = StatePool(1024)
     state = SequenceState(pool, 100)
     state.begin(100)
     layers = [(number,) for number in range(3)]

@@ -38,7 +38,6 @@ class KVRecord(LayerRecord):
         place = (slice(None), slice(None), slice(start - self.start, end - self.start))
         return KVRecord(start, mx.contiguous(self.keys[place]), mx.contiguous(self.values[place]))
 
-
     def by_layer(self, num_layers: int) -> list[KVRecord]:
         """A record for each layer: views."""
         if self.keys is None or self.values is None:

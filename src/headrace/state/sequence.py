@@ -18,8 +18,9 @@ State = TypeVar("State", bound=LayerState)
 Recurrent = TypeVar("Recurrent", BatchedState, TableState)
 
 _JOINED_TOKENS = 4096
-"""Shorter neighbouring spans are restored together: each costs the host 60 µs and a launch, so that late turns of a
-conversation would take longer than early ones. The copy takes as many bytes for a moment."""
+"""Where copies are launched by kernels of ours, shorter neighbouring spans are restored together: each costs the host
+60 µs and a launch, so that late turns of a conversation would take longer than early ones. Elsewhere copying them twice
+takes longer than that, but for the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +320,9 @@ class SequenceState:
         """Become the state at `length` from consecutive spans from token 0 on, and a snapshot there."""
         self._clear()
         self._restored = spans, snapshot
-        for part in (*_joined_spans(spans), *(() if snapshot is None else (snapshot,))):
+        if self.pool.is_permanent:
+            spans = tuple(_joined_spans(spans))
+        for part in (*spans, *(() if snapshot is None else (snapshot,))):
             for key, record in part.layers.items():
                 self._sources.setdefault(key, []).append(record)
         self.length, self.num_open, self.num_certain, self.snapshot_points = length, 0, 0, ()
