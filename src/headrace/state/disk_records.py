@@ -288,7 +288,7 @@ class Load:
                 made[name] = mlx_array(arrays.pop(name))
                 yield
         if layers and start < end:
-            groups = {
+            groups: dict[tuple[LayerKey, ...], KVRecord] = {
                 (key,): KVRecord(start, made[span_name(key, "keys")], made[span_name(key, "values")]) for key in layers
             }
             self.span = SpanRecord(start, end, groups)

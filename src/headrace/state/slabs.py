@@ -212,12 +212,12 @@ class Slot:
 
         found: dict[tuple[LayerKey, ...], tuple[mx.array, mx.array]] = {}
         for group in alike.values():
-            keys, values = ([stored[layer] for layer in group] for stored in (self.slab.keys, self.slab.values))
-            if keys[0].shape == values[0].shape and keys[0].dtype == values[0].dtype:
-                stored_keys, stored_values = mx.split(collected(keys + values), 2)  # views: an index would copy
-                found[tuple(group)] = stored_keys, stored_values
+            all_keys, all_values = ([stored[layer] for layer in group] for stored in (self.slab.keys, self.slab.values))
+            if all_keys[0].shape == all_values[0].shape and all_keys[0].dtype == all_values[0].dtype:
+                keys, values = mx.split(collected(all_keys + all_values), 2)  # views: an index would copy
             else:
-                found[tuple(group)] = collected(keys), collected(values)
+                keys, values = collected(all_keys), collected(all_values)
+            found[tuple(group)] = keys, values
         return found
 
     def has(self, layer: LayerKey) -> bool:
