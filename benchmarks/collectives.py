@@ -31,10 +31,10 @@ _ABOUT = """Measure sums over ranks of arrays of several sizes, in microseconds:
 function. `host`: processor time of the thread that launches it, for each sum, also less the rest."""
 
 
-def measure(group: mx.distributed.Group, num_repeats: int) -> None:
+def measure(group: mx.distributed.Group, sizes: Sequence[int], num_repeats: int) -> None:
     """In a rank."""
     step = partial(_chain, group=group)
-    for num_bytes in SIZES:
+    for num_bytes in sizes:
         x = mx.ones((num_bytes // _ROW_BYTES, _ROW_BYTES // 2), mx.bfloat16)
         mx.eval(x)
         rest, rest_host = _median(partial(_chain, group=None), x, num_repeats)
@@ -78,9 +78,14 @@ _NAMES = ("alone", "step", "compiled", "host", "compiled_host", "gather")
 def run(argv: Sequence[str]) -> None:
     parser = Parser(prog="python -m benchmarks.collectives", description=_ABOUT, allow_abbrev=False)
     add_ranks(parser, limit_s=300.0)
+    parser.add_argument(
+        "--bytes", metavar="N", type=int, nargs="+", default=SIZES, help=f"of each sum, in whole rows of {_ROW_BYTES}"
+    )
     parser.add_argument("--repeats", metavar="N", type=int, default=20, help="of each measure (default: 20)")
     add_json(parser)
     given = parser.parse_args(list(argv))
+    if any(size < _ROW_BYTES or size % _ROW_BYTES for size in given.bytes):
+        parser.error(f"--bytes must be multiples of {_ROW_BYTES}")
     backend = given.backend or backend_here()
     layout = read_layout(given.ranks, backend)
     found: list[dict[str, Any]] = []
@@ -89,7 +94,7 @@ def run(argv: Sequence[str]) -> None:
         if rank == 0:
             found.append(line)
 
-    run_ranks("benchmarks.collectives", {"repeats": given.repeats}, layout, given.limit_s, take)
+    run_ranks("benchmarks.collectives", {"sizes": given.bytes, "repeats": given.repeats}, layout, given.limit_s, take)
     rows = [TITLES, *[(str(one["bytes"]), *(f"{one[name]:.1f}" for name in _NAMES)) for one in found]]
     print(f"{layout.size} ranks by {backend}\n" + "\n".join(aligned(rows)), flush=True)
     if given.json is not None:
@@ -104,4 +109,4 @@ if __name__ == "__main__":
         sys.exit(main())
     given, group = read_given()
     assert group is not None
-    measure(group, given["repeats"])
+    measure(group, given["sizes"], given["repeats"])

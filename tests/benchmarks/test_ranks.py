@@ -27,12 +27,18 @@ def test_a_shape_is_measured_on_one_device_and_on_two(tmp_path: Path, capsys: py
     assert 0.5 < report["ranks"][1]["said"]["weights_bytes"] / report["one"]["said"]["weights_bytes"] < 0.9
 
 
-@pytest.mark.slow
 def test_sums_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert collectives.main(["--ranks", "2", "--backend", "ring", "--repeats", "1"]) == 0
+    sizes = [5_120, 40_960]
+    words = ["--ranks", "2", "--backend", "ring", "--repeats", "1", "--bytes", *map(str, sizes)]
+    assert collectives.main(words) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "2 ranks by ring"
-    assert [line.split()[0] for line in shown[2:]] == [str(size) for size in collectives.SIZES]
+    assert [line.split()[0] for line in shown[2:]] == [str(size) for size in sizes]
+
+
+def test_sizes_that_are_no_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert collectives.main(["--ranks", "2", "--bytes", "5121"]) == 2
+    assert "--bytes must be multiples of 5120" in capsys.readouterr().err
 
 
 def test_what_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None:
