@@ -251,7 +251,7 @@ async def test_random_programs_of_loads_drops_and_requests(engine: Engine, folde
     [
         ("name", ConfigError, "it is given as NAME=FOLDER"),
         ("=folder", ConfigError, "it is given as NAME=FOLDER"),
-        ("a=nowhere", ModelError, "--adapter a: there is no folder nowhere"),
+        ("a=/no/where", ModelError, "--adapter a=/no/where: there is no such folder"),
     ],
 )
 def test_a_wrong_flag_ends_the_start(

@@ -261,7 +261,7 @@ def test_a_magnitude_of_a_row_of_zeros_is_refused(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read_are_refused(packed: PackedModel, tmp_path: Path) -> None:
     whole = write_mlx_lm(build(), tmp_path / "whole", 1)
-    refused(packed, tmp_path / "nowhere", "there is no folder")
+    refused(packed, tmp_path / "nowhere", "there is no such folder")
     for name, text, message in (
         ("adapter_config.json", None, "holds no adapter_config.json"),
         ("adapter_config.json", b"{", "is no JSON"),

@@ -107,7 +107,7 @@ def load_first(models: Models, plan: ServePlan) -> None:
                 raise error.__cause__ if isinstance(error.__cause__, HeadraceError) else error from None
             if entry.state is not ModelState.FAILED:  # its files could not be fetched
                 models.fail(entry, error.message)
-            log.error("%s is not loaded: %s", entry.name, error.message)
+                log.warning("%s can't be loaded: %s", entry.name, error.message)
             errors.append(error)
     if wanted and len(errors) == len(models.entries):
         raise ModelError(f"no model can be loaded; the last one: {errors[-1].message}")

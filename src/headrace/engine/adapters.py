@@ -97,7 +97,7 @@ def load_adapters(
             raise ConfigError(f"--adapter {one}: the model itself has the name {name}", param="adapter")
         if name in found:
             raise ConfigError(f"--adapter {one}: the name {name} is given twice", param="adapter")
-        with _named(name):
+        with _given(one):
             files = read_adapter(Path(folder))
             pool.load(files)
         found[name] = AdapterDescription(name, files.fingerprint)
@@ -105,8 +105,8 @@ def load_adapters(
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _given(one: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise ModelError(f"--adapter {name}: {error.message}") from error
+        raise ModelError(f"--adapter {one}: {error.message}") from error

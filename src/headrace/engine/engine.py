@@ -239,7 +239,6 @@ class Engine:
         if request.constraint is not None and not self._core.has_constraints:
             raise InvalidRequest("the engine was launched without constraints", param="constraint")
         self._refuse_if_dead()
-        request = await self._portable(request)
         stream = OutputStream(request, self._core.send, self._receiver())
         self._core.send(Submit(request, stream.outputs, time.monotonic()))
         async with AsyncExitStack() as unless_accepted:
@@ -250,15 +249,6 @@ class Engine:
             unless_accepted.pop_all()
         return stream
 
-    async def _portable(self, request: GenerationRequest) -> GenerationRequest:
-        """The request for another process: its compiled grammar stays here, and is compiled there beside the steps."""
-        spec = request.constraint
-        if not self._core.is_remote or spec is None or spec.grammar is None:
-            return request
-        call = methodcaller("compile_grammar", spec.grammar)
-        await self._answer(lambda reply: AskBeside(call, reply))
-        return replace(request, constraint=replace(spec, compiled=None))
-
     async def abort(self, request_id: str) -> bool:
         """Cancel a request by its id; its stream raises RequestCancelled. False if it is not in progress."""
         is_known: bool = await self._ask("abort", request_id)
@@ -267,7 +257,7 @@ class Engine:
     async def status(self) -> EngineStatus:
         """The status between two steps. Raises EngineDead."""
         status: EngineStatus = await self._ask("status")
-        return status
+        return status if self._core.is_remote else replace(status, engine_process=None)
 
     async def forecast(self, requests: Sequence[GenerationRequest]) -> Forecast:
         """What a client's prompts would cost if they were submitted after the step in progress. Raises EngineDead."""

@@ -27,14 +27,14 @@ from headrace.engine.turns import DeviceTurns
 from headrace.engine.warm_up import WarmUp
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, ModelError, RequestCancelled
 from headrace.isolation import errors_as
-from headrace.metrics.stats import Stats
+from headrace.metrics.stats import Stats, process_use
 from headrace.models.lora_files import AdapterFiles
 from headrace.prefix.budget import Kind, MemoryUsage
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler, StepOutcome
 from headrace.types.events import Forecast
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
-from headrace.types.status import EngineStatus, MemoryStatus
+from headrace.types.status import EngineProcessStatus, EngineStatus, MemoryStatus
 from headrace.types.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -345,6 +345,7 @@ class Loop:
             warm_up=self.warm_up.status,
             step_forms=self.warm_up.forms(),
             device=replace(self._device, utilization=gpu_utilization()),
+            engine_process=EngineProcessStatus(*process_use()),
             history=self._stats.history(now),
             counters=replace(self._stats.counters(), num_preemptions=self._scheduler.num_preemptions),
         )

@@ -45,8 +45,10 @@ class EngineServer:
         # One thread for all questions: MLX (0.32) leaves a native thread behind for each that used it and ended.
         self._questions = ThreadPoolExecutor(1, "headrace-questions")
         self._lock = threading.Lock()
-        """Held while a load ends, so that it is either cancelled or stopped."""
+        """Held while a load or a grammar's compilation ends, so that either is used or cancelled."""
         self._loads: dict[int, Cancellation] = {}
+        self._compiling: dict[tuple[int, str], GenerationRequest] = {}
+        """Requests whose grammar is compiled, by engine and id. Also held under the lock."""
         self._engines: dict[int, EngineThread] = {}
 
     def serve(self, calls: OneWayCalls) -> None:
@@ -83,16 +85,40 @@ class EngineServer:
         """request: without its prompt."""
         if (engine := self._engines.get(number)) is None:
             return  # it was stopped, which the other side knows
-        outputs = OutputQueue(_Sender(self._calls, number), _is_sent, request.request_id)
+        submit = Submit(
+            replace(request, prompt=tuple(prompt)),
+            OutputQueue(_Sender(self._calls, number), _is_sent, request.request_id),
+            now,
+        )
+        if request.constraint is None or request.constraint.grammar is None:
+            engine.send(submit)
+            return
+        with self._lock:
+            self._compiling[number, request.request_id] = submit.request
+        self._begin(self._compile, number, engine, submit)
+
+    def _compile(self, number: int, engine: EngineThread, submit: Submit) -> None:
+        """Compile a request's grammar, and submit the request unless it was aborted meanwhile."""
+        key, outputs = (number, submit.request.request_id), submit.outputs
+        compiled: GenerationRequest | HeadraceError
         try:
             with errors_as(_failed):
-                request = engine.compiled(replace(request, prompt=tuple(prompt)))
+                compiled = engine.compiled(submit.request)
         except HeadraceError as error:
-            outputs.receiver.receive([(outputs, error)])
-        else:
-            engine.send(Submit(request, outputs, now))
+            compiled = error
+        with self._lock:
+            if self._compiling.get(key) is not submit.request:
+                return
+            del self._compiling[key]
+            if isinstance(compiled, HeadraceError):
+                outputs.receiver.receive([(outputs, compiled)])
+            else:
+                engine.send(replace(submit, request=compiled))
 
     def on_send(self, number: int, command: Abort) -> None:
+        with self._lock:
+            if self._compiling.pop((number, command.request_id), None) is not None:
+                return  # the engine does not know it yet
         self._send(number, command)
 
     def on_ask(self, number: int, question: int, call: Callable[[Any], Any]) -> None:

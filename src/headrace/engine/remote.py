@@ -264,8 +264,10 @@ class RemoteCore:
         match command:
             case Submit(request, outputs, now):
                 self._open[request.request_id] = _OpenRequest(outputs, request.num_choices)
-                # as an array, long prompts take half of the time to cross
-                self._calls.call("submit", self.number, replace(request, prompt=()), array("i", request.prompt), now)
+                spec = request.constraint
+                # as an array, long prompts take half of the time to cross; a compiled grammar can't
+                sent = replace(request, prompt=(), constraint=None if spec is None else replace(spec, compiled=None))
+                self._calls.call("submit", self.number, sent, array("i", request.prompt), now)
             case Abort(request_id):
                 self._open.pop(request_id, None)
                 self._calls.call("send", self.number, command)

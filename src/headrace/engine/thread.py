@@ -130,13 +130,8 @@ class EngineThread:
             answer = error
         command.reply(answer)
 
-    def compile_grammar(self, grammar: str) -> None:
-        """Raises InvalidRequest."""
-        assert self._constraints is not None, "requests with constraints are refused"
-        self._constraints.compiled(grammar)
-
     def compiled(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with its compiled grammar, which stays even if the factory's cache drops it."""
+        """The request with its compiled grammar, which may take long. Raises InvalidRequest."""
         spec = request.constraint
         if self._constraints is None or spec is None or spec.grammar is None:
             return request

@@ -29,7 +29,7 @@ _RANK_AVAILABLE = Metric("headrace:rank_available_bytes", "Left of each rank's d
 
 
 def render(models: Mapping[str, EngineStatus], process: ProcessStatus) -> str:
-    """All metrics. models: by the first served name. The process's metrics have the first model's labels."""
+    """All metrics. models: by the first served name. Processes' metrics have the first model's labels."""
     families: dict[str, list[str]] = {}
     for number, (model_name, status) in enumerate(models.items()):
         labels = {"model_name": model_name, "engine": "0"}
@@ -42,7 +42,8 @@ def render(models: Mapping[str, EngineStatus], process: ProcessStatus) -> str:
 
 def _figures(status: EngineStatus, process: ProcessStatus | None) -> Iterator[tuple[Metric, Any]]:
     parts = [status, status.counters, status.cache, status.cache and status.cache.disk, status.sparse, status.handover]
-    for part in (*parts, status.memory, status.step_forms, process):
+    processes = (process, process and status.engine_process)
+    for part in (*parts, status.memory, status.step_forms, *processes):
         yield from _figures_of(part)
     yield _USAGE, status.memory.usage
     yield _CACHE_CONFIG, _Info(_cache_config(status))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
@@ -184,3 +186,10 @@ class Stats:
 
     def _close(self, request_id: str, now: float) -> None:
         self._request.observe(now - self._requests.pop(request_id).submitted)
+
+
+def process_use() -> tuple[float, int]:
+    """Of this process: seconds of processor time of all threads, and bytes of peak resident memory."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return used.ru_utime + used.ru_stime, used.ru_maxrss * unit

@@ -71,12 +71,12 @@ def read_adapter(folder: Path) -> AdapterFiles:
     """Read the config, and the weights' bytes for the fingerprint. Any thread may. Raises ModelError."""
     folder = folder.expanduser()
     if not folder.is_dir():
-        raise ModelError(f"there is no folder {folder.name}")
+        raise ModelError("there is no such folder")
     try:
         text = (folder / CONFIG).read_bytes()
         config = json.loads(text)
     except OSError as error:
-        raise ModelError(f"{folder.name} holds no {CONFIG} that can be read") from error
+        raise ModelError(f"the folder holds no {CONFIG} that can be read") from error
     except ValueError as error:
         raise ModelError(f"{CONFIG} is no JSON") from error
     if not isinstance(config, dict):
@@ -88,7 +88,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
             while block := file.read(1 << 22):
                 digest.update(block)
     except OSError as error:
-        raise ModelError(f"{folder.name} holds no {weights.name} that can be read") from error
+        raise ModelError(f"the folder holds no {weights.name} that can be read") from error
     return AdapterFiles(weights, config, digest.hexdigest())
 
 

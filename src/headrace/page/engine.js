@@ -35,7 +35,8 @@ function summary() {
     const steps = recent("num_steps");
     const { device, process } = status;
     const passed = before === null ? 0 : process.uptime_s - before.process.uptime_s;
-    const cpu = passed > 0 ? percent((process.cpu_s - before.process.cpu_s) / passed / device.num_cores) : "–";
+    const used = (name) => (status[name] && before[name] ? status[name].cpu_s - before[name].cpu_s : 0);
+    const cpu = passed > 0 ? percent((used("process") + used("engine_process")) / passed / device.num_cores) : "–";
     list.replaceChildren(
       tile("Running", status.num_running, `of ${status.max_num_seqs} rows`),
       tile("Waiting", status.num_waiting),

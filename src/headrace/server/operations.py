@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
-import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,6 +16,7 @@ from headrace.api.status_body import cache_body, health_body, status_body
 from headrace.config import ServerConfig
 from headrace.errors import EngineDead, NotFound
 from headrace.metrics.prometheus import CONTENT_TYPE, render
+from headrace.metrics.stats import process_use
 from headrace.server.bookkeeping import LiveRequests, RecentErrors, UnknownFields
 from headrace.server.connection import EventStream, while_connected
 from headrace.server.drain import Drain
@@ -26,25 +25,6 @@ from headrace.server.status_stream import PING, StatusFeed, failure, joined
 from headrace.session.model_entry import ModelEntry
 from headrace.session.models import Models
 from headrace.types.status import ProcessStatus
-
-# macOS reports bytes, Linux KiB.
-_PEAK_MEMORY_UNIT = 1 if sys.platform == "darwin" else 1024
-
-
-class ProcessMeter:
-    """Measures the process from its creation on."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-
-    def measure(self) -> ProcessStatus:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return ProcessStatus(
-            uptime_s=time.monotonic() - self._started,
-            cpu_s=used.ru_utime + used.ru_stime,
-            peak_memory_bytes=used.ru_maxrss * _PEAK_MEMORY_UNIT,
-        )
-
 
 class OperationRoutes:
     """feed: the status for clients that watch it; to be closed at shutdown."""
@@ -67,7 +47,7 @@ class OperationRoutes:
         self._live = live
         self._ignored = ignored
         self._handover = handover
-        self._process = ProcessMeter()
+        self._started = time.monotonic()
 
     async def health(self, request: Request) -> Response:
         """For readiness probes: 200 once steps are warm, 503 before, as SGLang has it, during the drain, and when the
@@ -104,19 +84,23 @@ class OperationRoutes:
             replace(status, history=status.history.since(since)),
             None if main.session is None else main.session.model,
             [(entry.status(), each) for entry, each in found],
-            self._process.measure(),
+            self._process(),
             version=__version__,
             ignored=self._ignored.counts,
             errors=self._errors.latest,
             is_draining=self._drain.has_begun,
         )
 
+    def _process(self) -> ProcessStatus:
+        cpu_s, peak_memory_bytes = process_use()
+        return ProcessStatus(time.monotonic() - self._started, cpu_s, peak_memory_bytes)
+
     async def metrics(self, request: Request) -> Response:
         loaded = [entry for entry, _ in self._models.loaded()] or [self._models.main]
         statuses = {entry.name: await self._models.status(entry) for entry in loaded}
         first = loaded[0].name
         statuses[first] = self._handover.add_to(statuses[first])
-        text = render(statuses, self._process.measure())
+        text = render(statuses, self._process())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def loads(self, request: Request) -> Response:

@@ -324,12 +324,23 @@ class AdapterStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineProcessStatus:
+    """The process of all engines. Fields as in ProcessStatus."""
+
+    cpu_s: Annotated[float, Metric("headrace:engine_process_cpu_seconds", "Processor time of the engines' process.")]
+    peak_memory_bytes: Annotated[
+        int, Metric("headrace:engine_process_peak_memory_bytes", "Peak memory of the engines' process.", "gauge")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot between two steps.
 
     max_num_seqs: sequences that may run at once.
     cache: None if disabled. drafts: None without speculative decoding. sparse: None without sparse prefill.
     handover: None where it is off. ranks: None unless the model is split. adapters: None while none is served.
+    engine_process: None where the engines run in the server's process.
     num_schema_violations: also of tool parameters whose type the schema does not allow.
     """
 
@@ -355,6 +366,7 @@ class EngineStatus:
     step_forms: StepForms = StepForms()
     max_num_seqs: int = 0
     device: DeviceStatus | None = None
+    engine_process: EngineProcessStatus | None = None
     history: StepHistory = StepHistory()
 
 
@@ -372,7 +384,7 @@ IDLE_STATUS = EngineStatus(
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """The server process. cpu_s: of all threads. peak_memory_bytes: the peak resident size."""
+    """The server's process. cpu_s: of all threads. peak_memory_bytes: the peak resident size."""
 
     uptime_s: Annotated[float, Metric("headrace:process_uptime_seconds", "Time since the server started.", "gauge")]
     cpu_s: Annotated[float, Metric("headrace:process_cpu_seconds", "Processor time of the server's process.")]
