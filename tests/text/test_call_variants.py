@@ -299,3 +299,54 @@ def test_integers_are_integers_in_json_and_python_too(name: str) -> None:
         got = every_way(call_with_count(name, number), ENCODERS[name][0])
         assert calls_of(got) == [("store", {"text": "x", "count": expected})]
         assert type(calls_of(got)[0][1]["count"]) is type(expected)
+
+
+# DeepSeek's flag
+
+NULLABLE = {"text": {"type": ["string", "null"]}, "any": {}, "count": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("key", "is_string", "value", "expected"),
+    [
+        *(("any", "true", value, value) for value in ("null", "True", "42", "[1]", '{"a": 1}', '"quoted"')),
+        *(("any", "false", value, json.loads(value)) for value in ("null", "42", "[1]", '{"a": 1}', "-0.5")),
+        ("text", "true", "null", "null"),
+        ("text", "false", "null", None),
+        ("unlisted", "true", "42", "42"),
+        ("unlisted", "false", "42", 42),
+        ("count", "true", "42", 42),  # the schema allows no string
+    ],
+)
+def test_deepseeks_flag_decides_where_the_schema_allows_a_string(
+    key: str, is_string: str, value: str, expected: object
+) -> None:
+    """As `encoding_dsv32.py` writes values: strings as they are with "true", all else as JSON with "false"."""
+    tools = (ToolDefinition("store", None, {"type": "object", "properties": NULLABLE}),)
+    parameter = f'<｜DSML｜parameter name="{key}" string="{is_string}">{value}</｜DSML｜parameter>'
+    call = f'<｜DSML｜invoke name="store">\n{parameter}\n</｜DSML｜invoke>'
+    text = f"<｜DSML｜function_calls>\n{call}\n</｜DSML｜function_calls>"
+    for pieces in ([text], list(text)):
+        assert calls_of(parse(pieces, family("dsml"), tools)) == [("store", {key: expected})]
+
+
+# Outputs that end inside a call
+
+
+@pytest.mark.parametrize("name", sorted(ENCODERS))
+def test_a_call_that_was_cut_off_is_whole_or_none(name: str) -> None:
+    """Arguments that the model had no tokens left for are not left out."""
+    tool_format, encode = ENCODERS[name]
+    whole: Call = ("store", {"text": "x", "count": 3})
+    text = encode([whole])
+    for end in range(len(text)):
+        assert calls_of(parse([text[:end]], family(tool_format), TOOLS, is_cut=True)) in ([], [whole])
+
+
+@pytest.mark.parametrize("name", sorted(TAGGED))
+def test_a_parameter_that_is_not_closed_makes_text_of_the_call(name: str) -> None:
+    tool_format, encode = ENCODERS[name]
+    text = encode([("store", {"text": "x", "count": 77})])
+    for end in (text.index("count") + 3, text.index("77") + 1):
+        got = every_way(text[:end], tool_format)
+        assert (got.calls, got.content.rstrip(), got.is_broken) == ((), text[:end].rstrip(), True)

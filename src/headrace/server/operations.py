@@ -26,6 +26,7 @@ from headrace.session.model_entry import ModelEntry
 from headrace.session.models import Models
 from headrace.types.status import ProcessStatus
 
+
 class OperationRoutes:
     """feed: the status for clients that watch it; to be closed at shutdown."""
 

@@ -97,6 +97,10 @@ class Schema:
     def required(self) -> frozenset[str]:
         return frozenset(name for branch in self._branches for name in branch.get("required", ()))
 
+    @property
+    def property_names(self) -> frozenset[str]:
+        return frozenset(name for branch in self._branches for name in branch.get("properties", ()))
+
     def of_property(self, name: str) -> Schema:
         for branch in self._branches:
             if name in branch.get("properties", ()):
@@ -114,7 +118,7 @@ class Schema:
         return ANY
 
     def declares(self, name: str) -> bool:
-        return any(name in branch.get("properties", ()) for branch in self._branches)
+        return name in self.property_names
 
     def allows(self, name: str) -> bool:
         """Whether an object may have such a property: it is declared, or undeclared ones are expected."""

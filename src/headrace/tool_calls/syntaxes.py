@@ -99,7 +99,7 @@ _GLM = TagSyntax(
     key_open="<arg_key>", key_end="</arg_key>", value_open="<arg_value>", value_close="</arg_value>",
     newline=MAYBE_NEWLINE,
 )  # fmt: skip
-# V3.2, and V4 with another wrapper. A flag says whether a value is a string; the parser relies on the schema.
+# V3.2, and V4 with another wrapper. A flag says whether a value is a string; it decides where the schema allows both.
 _DSML = TagSyntax(
     wrapper=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
     call_open='<｜DSML｜invoke name="', name_end='">', call_close="</｜DSML｜invoke>",

@@ -31,11 +31,15 @@ _BEHIND_KEY = re.compile(r'\s*(string="(true|false)"\s*)?')
 
 
 class TagCursor:
-    """Skips the tags of a syntax."""
+    """Skips the tags of a syntax.
+
+    is_text: what the latest parameter's tag says of its value; None if nothing.
+    """
 
     def __init__(self, syntax: TagSyntax, reader: Reader) -> None:
         self.syntax = syntax
         self.reader = reader
+        self.is_text: bool | None = None
 
     def is_at_call(self) -> Reading[bool]:
         start = self.reader.pos
@@ -62,8 +66,9 @@ class TagCursor:
         key = (yield from reader.take_until(syntax.key_end, MAX_NAME)).strip()
         if syntax.value_open:
             between = yield from reader.take_until(syntax.value_open, MAX_NAME)
-            if not _BEHIND_KEY.fullmatch(between):
+            if (behind := _BEHIND_KEY.fullmatch(between)) is None:
                 raise NotACall("a parameter without a value")
+            self.is_text = None if behind[2] is None else behind[2] == "true"
         if not key or "\n" in key or "<" in key:
             raise NotACall("a parameter without a name")
         return key

@@ -17,7 +17,7 @@ from headrace.tool_calls.calls import CallParser, CallSink
 from headrace.tool_calls.forms import TagSyntax
 from headrace.tool_calls.json_calls import read_json_body, take_null
 from headrace.tool_calls.literals import LiteralReader
-from headrace.tool_calls.reader import NotACall, OutOfText, Reader, Reading
+from headrace.tool_calls.reader import SPACE, NotACall, OutOfText, Reader, Reading
 from headrace.tool_calls.schema import ANY, Schema
 from headrace.tool_calls.tag_values import TagCursor, TextValue, ValueEnd
 
@@ -95,22 +95,34 @@ class TagReader:
         sink.is_meant = self._is_wrapped and (yield from self._cursor.is_at_call())
         self._schema = sink.begin((yield from self._cursor.open_call()))
         sink.write("{")
-        is_between = True
+        tag_at: int | None = reader.pos  # None inside a parameter
         try:
             if not self._schema.required:
                 yield from self._skip_empty_arguments()
-            while (yield from reader.skip_space()) and (key := (yield from self._cursor.open_parameter())) is not None:
-                is_between = False
+            while (yield from reader.skip_space()):
+                tag_at = reader.pos
+                if (key := (yield from self._cursor.open_parameter())) is None:
+                    break
+                tag_at = None
                 yield from self._parameter(key)
-                is_between = True
+                tag_at = reader.pos
             yield from reader.expect(self._syntax.call_close)
         except OutOfText:
-            # At the text's end only end markers may be missing.
-            if not is_between or not self._schema.required <= self._given:
+            if tag_at is None or not self._is_complete(reader.text[tag_at:].strip(SPACE)):
                 raise
             reader.pos = len(reader.text)
         sink.write("}")
         yield from sink.end()
+
+    def _is_complete(self, rest: str) -> bool:
+        """Whether only end markers are missing where the text ends after a parameter and `rest`.
+
+        An output that was cut off could have gone on with a parameter that the tool has and that was not given.
+        """
+        if not (self._schema.required <= self._given and self._syntax.call_close.startswith(rest)):
+            return False
+        could_go_on = self._syntax.key_open.startswith(rest) and not self._schema.property_names <= self._given
+        return not (self._reader.is_cut and could_go_on)
 
     def _skip_empty_arguments(self) -> Reading[None]:
         if (yield from self._reader.skip_space()) and not (yield from self._reader.take("{}")):
@@ -121,12 +133,13 @@ class TagReader:
             raise NotACall("a parameter comes twice")
         self._sink.write(f"{', ' if self._given else ''}{json.dumps(key, ensure_ascii=False)}: ")
         self._given.add(key)
-        schema = self._schema.of_property(key) if self._schema.declares(key) else self._unlisted(key)
-        yield from self._value(schema, is_json=self._sink.is_json(key))
+        yield from self._value(self._schema_of(key), is_json=self._sink.is_json(key))
 
-    def _unlisted(self, key: str) -> Schema:
-        schema = self._schema.of_property(key)
-        return TEXT if schema is ANY else schema
+    def _schema_of(self, key: str) -> Schema:
+        """Where the schema allows a string and something else, the tag decides if it says so."""
+        schema, is_text = self._schema.of_property(key), self._cursor.is_text
+        is_unknown = schema is ANY and not self._schema.declares(key)
+        return TEXT if (is_unknown and is_text is None) or (is_text and schema.takes_string) else schema
 
     def _value(self, schema: Schema, *, is_json: bool) -> Reading[None]:
         """Read a value and its end marker. is_json: it is certainly JSON if it begins with a bracket."""
