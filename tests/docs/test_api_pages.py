@@ -30,6 +30,7 @@ from headrace.types.status import (
     CacheStatus,
     DiskStatus,
     DraftStatus,
+    EngineProcessStatus,
     EngineStatus,
     HandoverStatus,
     MemoryStatus,
@@ -138,6 +139,7 @@ def test_every_metric_is_listed() -> None:
         "handover": HandoverStatus(0, 0, 0),
         "ranks": ranks,
         "adapters": adapters,
+        "engine_process": EngineProcessStatus(0, 0),
     }
     status = EngineStatus(0, 0, (), memory, Stats().counters(), cache, **parts)  # type: ignore[arg-type]  # by name
     page = render({"m": status}, ProcessStatus(0, 0, 0))

@@ -109,6 +109,19 @@ def test_a_grammar_holds_and_one_that_cannot_be_compiled_is_refused(engine: Engi
     run(scenario())
 
 
+def test_its_process_is_measured_apart_from_this_one(engine: Engine, process: EngineProcess) -> None:
+    before = asyncio.run(engine.status()).engine_process
+    asyncio.run(outputs(engine, replace(LONG, request_id="measured", max_tokens=40)))
+    after = asyncio.run(engine.status()).engine_process
+    assert before is not None
+    assert after is not None
+    assert after.cpu_s > before.cpu_s
+    kernel = Path(f"/proc/{process.pid}/status")
+    if kernel.exists():
+        (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", kernel.read_text())
+        assert after.peak_memory_bytes == pytest.approx(int(peak_kib) * 1024, rel=0.01)
+
+
 def test_requests_end_when_their_streams_close_and_when_they_are_cancelled(engine: Engine) -> None:
     async def scenario() -> None:
         stream = await engine.submit(LONG)

@@ -19,6 +19,7 @@ from headrace.types.status import (
     DiskStatus,
     DraftCounters,
     DraftStatus,
+    EngineProcessStatus,
     EngineStatus,
     Histogram,
     MemoryStatus,
@@ -44,6 +45,7 @@ STATUS = EngineStatus(
     drafts=DraftStatus(3, 8),
     sparse=SparseStatus("small", 2, 30, 70, (("tools", 4), ("media", 0)), 1, 13, 14, 16),
     step_forms=StepForms(43, 2),
+    engine_process=EngineProcessStatus(8.5, 99),
     ranks=RanksStatus(
         "ring", tuple(RankStatus(rank, "here", "cpu", "a CPU", 90, 60 + rank, 30 - rank) for rank in range(2)),
         101, 102, 0.5, 103, 1.5, 6.0,
@@ -151,6 +153,8 @@ def test_every_line_follows_the_format_and_counters_end_in_total() -> None:
         ("headrace:process_uptime_seconds", 12.5),
         ("headrace:process_cpu_seconds_total", 3.25),
         ("headrace:process_peak_memory_bytes", 77),
+        ("headrace:engine_process_cpu_seconds_total", 8.5),
+        ("headrace:engine_process_peak_memory_bytes", 99),
     ],
 )
 def test_each_number_stands_under_its_name(name: str, number: float) -> None:
@@ -294,3 +298,10 @@ def test_prompts_that_were_computed_whole_are_told_by_the_reason_also_where_ther
 
 def test_without_a_draft_model_sparse_prefill_has_no_numbers() -> None:
     assert "sparse" not in render({"m": replace(STATUS, sparse=None)}, PROCESS)
+
+
+def test_the_engines_process_is_measured_once_and_only_if_it_is_another_one() -> None:
+    families = read(render({"m": STATUS, "n": STATUS}, PROCESS))
+    assert len(families["headrace:engine_process_cpu_seconds_total"].samples) == 1
+    here = read(render({"m": replace(STATUS, engine_process=None)}, PROCESS))
+    assert not [name for name in here if name.startswith("headrace:engine_process")]
