@@ -148,9 +148,7 @@ class LayerSizes:
 
 
 def _delta_shape(num_k: int, num_v: int, dim: int) -> DeltaShape:
-    channels, values = (2 * num_k + num_v) * dim, num_v * dim
-    b_at = channels + values
-    return DeltaShape(num_k, num_v, dim, dim, 4, b_at + 2 * num_v, channels, b_at, b_at + num_v)
+    return DeltaShape(num_k, num_v, dim, dim, 4, 2 * (num_k * dim + num_v * dim + num_v))
 
 
 _SMALL = LayerSizes(

@@ -25,7 +25,7 @@ from headrace.bench.report import versions
 from headrace.bench.table import spread_text
 from headrace.config_loading import Parser
 from headrace.models.mixers.attention import attend
-from headrace.models.step import PackedStep, RowSpan, View
+from headrace.models.step import PackedStep, Row, View
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -148,7 +148,7 @@ def _attention(heads: Heads, num_rows: int, num_tokens: int, context: int, dtype
     new = tuple(mx.random.normal((1, heads.num_kv, num_packed, heads.dim), dtype=dtype) for _ in range(2))
     old = tuple(mx.random.normal((1, heads.num_kv, context, heads.dim), dtype=dtype) for _ in range(2))
     mx.eval(q, new, old)
-    pool, spans = StatePool(), []
+    pool, rows = StatePool(), []
     for lo in range(0, num_packed, num_tokens):
         state = SequenceState(pool, context + num_tokens)
         state.begin(context)
@@ -156,9 +156,10 @@ def _attention(heads: Heads, num_rows: int, num_tokens: int, context: int, dtype
         mx.eval(state.arrays())
         state.commit(context)
         state.begin(num_tokens)
-        spans.append(RowSpan(state, lo, lo + num_tokens, context, num_tokens))
+        rows.append(Row(state, range(num_tokens)))
+        rows[-1].pack(lo, context, num_tokens)
     positions = mx.array([context + at % num_tokens for at in range(num_packed)])
-    view = View(PackedStep(tuple(spans), positions, Kernels("fast", kind)), _LAYER, None)
+    view = View(PackedStep(rows, positions, Kernels("fast", kind)), _LAYER, None)
     keys, values = (
         mx.concatenate([before, after[:, :, :num_tokens]], axis=2) for before, after in zip(old, new, strict=True)
     )

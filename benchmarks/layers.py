@@ -32,7 +32,6 @@ from headrace.backend.cuda.shapes import (
     LONGEST_WINDOW,
     DeltaTable,
     DeltaWeights,
-    Gate,
     ProjectedHeads,
     Projection,
     Stash,
@@ -69,11 +68,9 @@ def _table(sizes: LayerSizes, num_slots: int) -> DeltaTable:
     return DeltaTable(
         mx.random.normal((num_slots, *values, shape.head_k_dim)),
         normal(sizes, 2 * num_slots, shape.kernel_size - 1 + LONGEST_WINDOW, shape.num_channels),
-        Stash(
-            normal(sizes, *stashed, *keys, scale=shape.head_k_dim**-0.5),
-            normal(sizes, *stashed, *values),
-            *(mx.random.uniform(0.5, 1.0, (*stashed, shape.num_v_heads)) for _ in range(2)),
-        ),
+        normal(sizes, *stashed, *keys, scale=shape.head_k_dim**-0.5),
+        normal(sizes, *stashed, *values),
+        *(mx.random.uniform(0.5, 1.0, (*stashed, shape.num_v_heads)) for _ in range(2)),
     )
 
 
@@ -186,12 +183,11 @@ def _cached(sizes: LayerSizes, num_rows: int, num_tokens: int, context: int) -> 
     return _Cached((keys, values), rows, plans)
 
 
-def _layout(sizes: LayerSizes) -> tuple[Projection, Gate]:
+def _layout(sizes: LayerSizes) -> Projection:
     """Of a gated layer: each query is followed by its gate."""
     heads, stride = sizes.heads, 2 * sizes.heads.head_dim
     k_at, kv_width = heads.num_heads * stride, heads.num_kv_heads * heads.head_dim
-    layout = Projection(k_at + 2 * kv_width, stride, k_at, k_at + kv_width, sizes.rotary)
-    return layout, Gate(layout.width, heads.head_dim, stride)
+    return Projection(k_at + 2 * kv_width, stride, k_at, k_at + kv_width, sizes.rotary)
 
 
 class _Heads(NamedTuple):
@@ -203,7 +199,7 @@ class _Heads(NamedTuple):
 
 
 def _heads(sizes: LayerSizes, num_rows: int, num_tokens: int, context: int) -> _Heads:
-    heads, layout = sizes.heads, _layout(sizes)[0]
+    heads, layout = sizes.heads, _layout(sizes)
     x = normal(sizes, 1, num_rows * num_tokens, layout.width)
     positions = mx.array([[context + at % num_tokens for at in range(num_rows * num_tokens)]], mx.int32)
     pairs = np.arange(sizes.rotary // 2)
@@ -229,19 +225,19 @@ def _rope_append(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: 
         pairs = zip((found[0][:num_tokens], *written), wanted, strict=True)
         return max(largest_error(*pair) for pair in pairs)
 
-    moved = 2 * x.nbytes * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim // _layout(sizes)[0].width
+    moved = 2 * x.nbytes * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim // _layout(sizes).width
     return case_of("attention.rope_append", rows_name(num_rows, num_tokens), moved, Chain(x, step), error)
 
 
 def _attend(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: int, context: int) -> Case:
     """Keys and values that it writes included."""
-    heads, (layout, gate), scale = sizes.heads, _layout(sizes), sizes.heads.head_dim**-0.5
+    heads, layout, scale = sizes.heads, _layout(sizes), sizes.heads.head_dim**-0.5
     x, make, (queries, *new) = _heads(sizes, num_rows, num_tokens, context)
     scales = mx.array([scale])
 
     def step(given: mx.array, i: int) -> list[mx.array]:
         plan = cached.plans[i % len(cached.plans)]
-        return [attention.attend(heads, plan, num_tokens, make(given), [cached.slabs], scales, None, (given, gate))]
+        return [attention.attend(heads, plan, num_tokens, make(given), [cached.slabs], scales, None, (given, layout))]
 
     of_row = double(x)[0, :num_tokens, : layout.k_at].reshape(num_tokens, heads.num_heads, 2, -1)
     held = [mx.array(array[:1]) for array in cached.slabs]

@@ -13,7 +13,7 @@ from mlx_lm.utils import quantize_model
 from benchmarks.figures import timed
 from headrace.backend.device import device_kind
 from headrace.errors import ConfigError
-from headrace.models.weights import built, evaluate_by_module
+from headrace.models.weights import build_model, evaluate_by_module
 from headrace.state.sequence import StateCost
 
 GROUP_SIZE = 64
@@ -160,7 +160,7 @@ def planned_model(config: Mapping[str, Any], *, dtype: str = "bfloat16", bits: i
     Nothing is computed yet. dtype: a floating type of mlx.core. bits: of quantised weights, in groups of 64, where the
     model's own predicate wants them; None for none.
     """
-    model = built(config)
+    model = build_model(config)
     wanted: mx.Dtype = getattr(mx, dtype)
     model.update(tree_map_with_path(lambda path, created: _drawn(path, created, wanted), model.parameters()))
     if bits is not None:

@@ -18,7 +18,8 @@ from benchmarks.figures import WARM_UPS, Figure, timed, watch_memory
 from benchmarks.host import host_work, num_host_steps
 from headrace.backend.operations import num_launches, operations
 from headrace.engine.runner import Runner
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.sequence import SequenceState

@@ -29,7 +29,7 @@ def force(patch: pytest.MonkeyPatch) -> None:
     fake_metal(patch, FakedMac(memory_bytes, memory_bytes * 3 // 4))
     patch.setattr(gated_delta, "gated_delta_kernel", delta_kernel)
     # a choice by time would differ from run to run
-    patch.setattr(load, "library_pays", lambda *_: True)
+    patch.setattr(load, "is_library_faster", lambda *_: True)
 
 
 def _for_metal(init: Callable[..., None]) -> Callable[..., None]:

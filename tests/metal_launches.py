@@ -26,7 +26,8 @@ from headrace.backend import gated_delta
 from headrace.backend.kernels import Kernels
 from headrace.backend.operations import metal_launches
 from headrace.models.levels import choose_levels
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 

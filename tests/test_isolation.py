@@ -32,6 +32,11 @@ def test_our_own_errors_and_interruptions_pass(error: BaseException) -> None:
     assert caught.value is error
 
 
+def test_the_end_of_the_process_is_an_error_of_code_that_may_do_so() -> None:
+    with pytest.raises(InvalidRequest), errors_as(lambda _: InvalidRequest("not so"), may_exit=True):
+        raise SystemExit
+
+
 def test_where_exceptions_pass_only_panics_are_translated() -> None:
     with pytest.raises(ValueError, match="theirs"), errors_as(lambda _: InvalidRequest("not so"), passing=(Exception,)):
         raise ValueError("theirs")

@@ -46,7 +46,7 @@ RULES: dict[str, set[str]] = {
     "backend": {"config_loading"},
     "state": {"types", "common_prefix", "isolation", "prefix", "backend", "recent_times"},
     "sampling": {"types", "backend"},
-    "models": {"types", "cancellation", "lru_cache", "families", "state", "backend", "errors"},
+    "models": {"types", "cancellation", "isolation", "lru_cache", "families", "state", "backend", "errors"},
     "speculate": {"types", "isolation", "models", "state", "sampling", "backend", "recent_times"},
     "engine": {
         *("types", "errors", "config", "config_loading", "families", "prefix", "metrics", "scheduler", "grammar"),

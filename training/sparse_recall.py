@@ -24,10 +24,10 @@ from headrace.engine.sparse.scoring import importance
 from headrace.engine.sparse.select import CHUNK, NEIGHBOURS, select
 from headrace.models.built_in import MINIATURE
 from headrace.models.load import load
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.positions import TokenPositions
 from headrace.models.source import read_files
-from headrace.models.step import QueryRecorder
+from headrace.models.step import QueryRecorder, Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from training.chat import encode

@@ -15,7 +15,6 @@ Result = TypeVar("Result")
 
 _INTERRUPTIONS: tuple[type[BaseException], ...] = (
     KeyboardInterrupt,
-    SystemExit,
     GeneratorExit,
     asyncio.CancelledError,
     WorkCancelled,
@@ -24,15 +23,20 @@ _INTERRUPTIONS: tuple[type[BaseException], ...] = (
 
 @contextmanager
 def errors_as(
-    translated: Callable[[BaseException], HeadraceError], *, passing: tuple[type[BaseException], ...] = (HeadraceError,)
+    translated: Callable[[BaseException], Exception],
+    *,
+    passing: tuple[type[BaseException], ...] = (HeadraceError,),
+    may_exit: bool = False,
 ) -> Iterator[None]:
     """Translate whatever foreign code raises, panics of Rust libraries included, which are no Exceptions.
 
-    passing: errors to leave unchanged, as interruptions always are.
+    passing: errors to leave unchanged, as interruptions always are. may_exit: whether the code ends the process for an
+    error, as some of mlx-lm's models do where a package is missing: SystemExit is then an error, too.
     """
+    unchanged = (*_INTERRUPTIONS, *passing, *(() if may_exit else (SystemExit,)))
     try:
         yield
-    except _INTERRUPTIONS + passing:
+    except unchanged:
         raise
     except BaseException as error:
         raise translated(error) from error

@@ -42,10 +42,10 @@ class Case:
     def scan(self, form: Form, **options: Any) -> Scan:
         return scan(form, *self.arrays(), mx.array(self.state), **options)
 
-    def scan_behind(self, form: Form, num_pending: int) -> tuple[Scan, mx.array]:
+    def replay_and_scan(self, form: Form, num_pending: int) -> tuple[Scan, mx.array]:
         """The first tokens as pending ones."""
         pending, tokens = self.arrays(0, num_pending), self.arrays(num_pending)
-        return gated_delta.scan_behind(form, Stash(*pending[1:]), Prepared(*tokens), mx.array(self.state))
+        return gated_delta.replay_and_scan(form, Stash(*pending[1:]), Prepared(*tokens), mx.array(self.state))
 
     def make_no_ops(self, where: Any) -> None:
         self.k[where], self.g[where], self.beta[where] = 0, 1, 0
@@ -130,7 +130,7 @@ def test_tokens_behind_pending_ones_give_what_they_give_in_one_scan(form: Form, 
     _, states = recurrence(case)
     without = case.scan(form)
     for num_pending in range(1, num_tokens):
-        result, between = case.scan_behind(form, num_pending)
+        result, between = case.replay_and_scan(form, num_pending)
         np.testing.assert_allclose(np.array(between), states[num_pending], atol=5e-6)
         assert same_bits(result.y, without.y[:, num_pending:])
         assert same_bits(result.end_state, without.end_state)
@@ -153,7 +153,7 @@ def test_no_op_tokens_leave_the_state_bit_for_bit(form: Form, num_tokens: int) -
     case.make_no_ops(np.s_[:])
     assert same_bits(case.scan(form).end_state, mx.array(case.state))
     if num_tokens > 1:
-        result, between = case.scan_behind(form, 1)
+        result, between = case.replay_and_scan(form, 1)
         assert same_bits(result.end_state, mx.array(case.state)) and same_bits(between, mx.array(case.state))
 
 
@@ -186,7 +186,7 @@ def test_trailing_no_ops_within_a_chunk_change_no_bit(num_real: int) -> None:
     padded.make_no_ops(np.s_[:, num_real:])
     alone = scan("chunked", *padded.arrays(0, num_real), mx.array(padded.state))
     together = padded.scan("chunked")
-    _, between = padded.scan_behind("chunked", num_real)
+    _, between = padded.replay_and_scan("chunked", num_real)
     assert same_bits(alone.end_state, together.end_state)
     assert same_bits(alone.end_state, between)
     assert same_bits(alone.y, together.y[:, :num_real])
@@ -266,7 +266,7 @@ def test_the_library_s_form_takes_long_scans_where_it_is_faster(
     seconds: dict[Form, float], pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gated_delta, "_seconds", lambda form, inputs: seconds[form])
-    assert gated_delta.library_pays(HEADS, mx.bfloat16) is pays
+    assert gated_delta.is_library_faster(HEADS, mx.bfloat16) is pays
     kernels = Kernels("fast", "metal", scans_by_library=pays)
     assert [kernels.gated_delta(number) for number in (1, 8, 2048)] == [
         "metal",
@@ -282,4 +282,4 @@ def test_the_library_s_form_is_not_taken_for_its_speed_where_it_is_wrong(
     right = mx.fast.gated_delta_update
     monkeypatch.setattr(gated_delta, "_seconds", lambda form, inputs: {"metal": 2.0, "library": 1.0}[form])
     monkeypatch.setattr(mx.fast, "gated_delta_update", lambda q, k, v, g, *others: right(q, k, v, fault(g), *others))
-    assert not gated_delta.library_pays(HEADS, mx.bfloat16)
+    assert not gated_delta.is_library_faster(HEADS, mx.bfloat16)

@@ -22,7 +22,7 @@ from headrace.cli.main import main
 from headrace.engine.memory import CONTEXT_STEP
 from headrace.errors import ModelError
 from headrace.models.built_in import MINIATURE
-from headrace.models.preview import Preview, foresee, foresee_split, preview_folder
+from headrace.models.preview import Preview, estimate, estimate_split, preview_folder
 from headrace.models.source import ModelFiles, read_files
 
 GB = 1_000_000_000
@@ -70,7 +70,7 @@ def test_the_context_is_the_one_that_the_engine_chooses(tmp_path: Path) -> None:
     files = read_files("miniature", MINIATURE)
     for memory_bytes in (24 * GB, 30_000_000):
         line = list(fit(preview_folder(files), Device("cpu", "c", memory_bytes, 8), 0.9, "stored").lines())[1]
-        cost = foresee(files.config, 4)
+        cost = estimate(files.config, 4)
         assert cost is not None
         context = int(line.split()[1])
         left = int(0.9 * memory_bytes) - (MINIATURE / "model.safetensors").stat().st_size
@@ -89,11 +89,11 @@ def test_what_each_rank_would_hold_of_a_split_model_is_foreseen_without_weights(
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336  # attention, with 8 of 32 heads for keys, and MLP
     whole = 2 * 128256 * 4096 + (2 * 32 + 1) * 4096  # embeddings, output and norms
     for num_ranks in (2, 4):
-        split = foresee_split(preview(0).files, num_ranks)
+        split = estimate_split(preview(0).files, num_ranks)
         assert split.share == pytest.approx((whole + 32 * layer / num_ranks) / (whole + 32 * layer))
         assert [each.width for each in split.collectives] == [4096] * 64
     with pytest.raises(ModelError, match=r"m can't be split over 3 ranks: Attention has 32 heads"):
-        foresee_split(preview(0).files, 3)
+        estimate_split(preview(0).files, 3)
 
 
 def test_ranks_are_compared_and_their_link_is_measured() -> None:

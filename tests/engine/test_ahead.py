@@ -18,7 +18,8 @@ from benchmarks.steps import OurSteps
 from headrace.backend.kernels import Kernels
 from headrace.engine.engine import Engine
 from headrace.models.levels import choose_levels
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.scheduler import admission
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GREEDY, GenerationRequest

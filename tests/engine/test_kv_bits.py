@@ -29,9 +29,10 @@ from headrace.engine.memory import sample_state
 from headrace.engine.model_files import model_files
 from headrace.errors import ConfigError
 from headrace.models.levels import choose_levels
-from headrace.models.packed import PackedModel, Row
-from headrace.models.preview import foresee
-from headrace.models.weights import hold, load_weights
+from headrace.models.packed import PackedModel
+from headrace.models.preview import estimate
+from headrace.models.step import Row
+from headrace.models.weights import load_weights, set_precision
 from headrace.scheduler import admission
 from headrace.speculate.depth import DepthPlanner
 from headrace.state.sequence import SequenceState
@@ -197,7 +198,7 @@ def test_a_token_takes_what_is_promised_and_what_is_foreseen(family: str, stored
     assert cost.slot_bytes[1] == stored
     assert cost.num_bytes(8192) - cost.num_bytes(4096) == 4096 * (stored + read)
     assert cost.record_bytes(8192) - cost.record_bytes(4096) == 4096 * stored
-    foreseen = foresee(tiny.FAMILIES[family], 4, kv_bits=8)
+    foreseen = estimate(tiny.FAMILIES[family], 4, kv_bits=8)
     assert foreseen is not None
     assert foreseen.cost.slot_bytes[1] == stored
     assert foreseen.cost.num_bytes(8192) - foreseen.cost.num_bytes(4096) == 4096 * (stored + read)
@@ -288,7 +289,7 @@ def test_real_weights_stay_near_their_exact_next_tokens(bits: int, most_nats: fl
     files = model_files(Config("smollm2"))
     ids = Tokenizer.load(files.directory).encode(Path(__file__).read_text()[:1000])[:80]
     model = load_weights(files).model
-    hold(model, "float32", "cpu", 24_000_000_000)
+    set_precision(model, "float32", "cpu", 24_000_000_000)
     of_mlx_lm = quantised_logits(model, ids, 64, bits)
     own = PackedModel(model, choose_levels(model), Kernels("fast", "cpu"))
     exact, found = kv_logits(own, ids, None), kv_logits(own, ids, bits)

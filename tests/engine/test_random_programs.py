@@ -27,7 +27,8 @@ from headrace.engine.kv_bits import kv_forms
 from headrace.engine.memory import sample_state
 from headrace.engine.pool import PrefixPool
 from headrace.models.levels import choose_levels
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.scheduler.stages import PromptStages
 from headrace.state.disk import DiskTier
 from headrace.state.quantized_kv import KVForms

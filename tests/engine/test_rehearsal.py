@@ -17,7 +17,8 @@ from headrace.engine.engine import Engine
 from headrace.engine.head_check import load_head_check
 from headrace.errors import ConfigError
 from headrace.models.mtp_head import MtpHead
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter

@@ -18,7 +18,8 @@ from models.positioned import reference
 from headrace.engine.engine import Engine
 from headrace.engine.sparse import prefill as sparse_module
 from headrace.engine.sparse.select import select
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.types.events import SparseUsage
 from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest, SparseOptions
 

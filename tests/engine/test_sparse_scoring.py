@@ -21,9 +21,9 @@ from headrace.engine.sparse import scoring
 from headrace.engine.sparse.scoring import importance, num_scoring_layers
 from headrace.models.levels import choose_levels
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.selfcheck import check
-from headrace.models.step import QueryRecorder
+from headrace.models.step import QueryRecorder, Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 

@@ -30,7 +30,8 @@ from headrace.engine.warm_up import Served, WarmUp
 from headrace.engine.warm_up_pieces import RowDrafts, WarmUpPiece, pieces_for
 from headrace.errors import EngineDead
 from headrace.models import compiled
-from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
+from headrace.models.mtp_head import HeadOutputs, MtpHead
+from headrace.models.step import Row
 from headrace.scheduler.admission import MemoryBudget
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafter import DraftRow
@@ -301,7 +302,7 @@ def test_each_number_of_rows_has_each_number_of_drafts_and_the_head_reads_all_th
         windows.update((len(rows), row.num_verified) for row in rows)
         report(self, rows, seconds, **others)
 
-    def noted(self: MtpHead, entries: Sequence[HeadEntries], *arguments: Any, **others: Any) -> HeadOutputs:
+    def noted(self: MtpHead, entries: Sequence[Row], *arguments: Any, **others: Any) -> HeadOutputs:
         reads.add(max(len(one.token_ids) for one in entries))
         return read(self, entries, *arguments, **others)
 

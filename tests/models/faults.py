@@ -55,14 +55,12 @@ def _written_to_another_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def _later_tokens(patch: pytest.MonkeyPatch) -> None:
-    for name in ("_fused", "_folded"):
-        right = getattr(attention, name)
+    right = attention._attention
 
-        def both_ways(*args: Any, right: Any = right, bidirectional: bool = False, **kwargs: Any) -> mx.array:
-            seen: mx.array = right(*args, bidirectional=True, **kwargs)
-            return seen
+    def both_ways(*args: Any, bidirectional: bool = False, **kwargs: Any) -> mx.array:
+        return right(*args, bidirectional=True, **kwargs)
 
-        patch.setattr(attention, name, both_ways)
+    patch.setattr(attention, "_attention", both_ways)
 
 
 def _no_first_key(patch: pytest.MonkeyPatch) -> None:
@@ -121,11 +119,11 @@ def _another_rows_state(mixer: type[Any]) -> Fault:
             given = {**dict(enumerate(args)), **kwargs}
             (view,) = (one for one in given.values() if isinstance(one, View))
             name = next(name for name, one in given.items() if isinstance(one, mx.array))
-            spans = view.step.spans
-            if len({span.num_tokens for span in spans}) > 1:
+            rows = view.step.rows
+            if len({row.num_tokens for row in rows}) > 1:
                 order = mx.arange(view.step.num_tokens)
             else:
-                order = mx.array([token for span in reversed(spans) for token in range(span.lo, span.hi)])
+                order = mx.array([token for row in reversed(rows) for token in range(row.lo, row.hi)])
             given[name] = given[name][:, order]
             result: mx.array = right(self, *(given.pop(place) for place in range(len(args))), **given)
             return result[:, order]

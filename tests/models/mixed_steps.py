@@ -7,8 +7,9 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.models.lora import BASE
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.positions import TokenPositions
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 

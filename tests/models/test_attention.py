@@ -1,6 +1,7 @@
 """`attend`'s forms against attention written out in float64."""
 
 import math
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -9,6 +10,9 @@ import pytest
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models.mixers import attention
+
+folded = partial(attention._attention, folds=True)
+fused = partial(attention._attention, folds=False)
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +57,10 @@ def test_both_forms_compute_causal_attention(num_queries: int, num_keys: int, wi
         oldest = max(0, num_keys - num_queries - window + 1)
         keys, values = keys[:, :, oldest:], values[:, :, oldest:]
     expected = written_out(queries, keys, values, scale, window)
-    folded = attention._folded(queries, keys, values, scale, window)
-    fused = attention._fused(queries, keys, values, scale, window, None)
-    cut = attention._fused(queries, keys, values, scale, window, None, score_bytes=seven_queries(keys))
-    for form in (folded, fused, cut):
+    by_matmuls = folded(queries, keys, values, scale, window)
+    by_library = fused(queries, keys, values, scale, window)
+    cut = fused(queries, keys, values, scale, window, score_bytes=seven_queries(keys))
+    for form in (by_matmuls, by_library, cut):
         assert np.abs(np.array(form)[0] - expected).max() < 1e-5
 
 
@@ -70,23 +74,20 @@ def test_both_forms_let_queries_see_all_that_is_behind_them_too(
         oldest = max(0, num_keys - num_queries - window + 1)
         keys, values = keys[:, :, oldest:], values[:, :, oldest:]
     expected = written_out(queries, keys, values, 0.25, window, bidirectional=True)
-    folded = attention._folded(queries, keys, values, 0.25, window, bidirectional=True)
-    fused = attention._fused(queries, keys, values, 0.25, window, None, bidirectional=True)
-    cut = attention._fused(
-        queries, keys, values, 0.25, window, None, bidirectional=True, score_bytes=seven_queries(keys)
-    )
-    for form in (folded, fused, cut):
+    by_matmuls = folded(queries, keys, values, 0.25, window, bidirectional=True)
+    by_library = fused(queries, keys, values, 0.25, window, bidirectional=True)
+    cut = fused(queries, keys, values, 0.25, window, bidirectional=True, score_bytes=seven_queries(keys))
+    for form in (by_matmuls, by_library, cut):
         assert np.abs(np.array(form)[0] - expected).max() < 1e-5
 
 
 def test_blocks_of_queries_give_the_bits_of_one_query_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys, values = random(1, 4, 200, 16), random(1, 2, 330, 16), random(1, 2, 330, 16)
-    at_once = attention._folded(queries, keys, values, 0.25, None)
+    at_once = folded(queries, keys, values, 0.25, None)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 7)
-    in_sevens = attention._folded(queries, keys, values, 0.25, None)
+    in_sevens = folded(queries, keys, values, 0.25, None)
     one_by_one = [
-        attention._folded(queries[:, :, i : i + 1], keys[:, :, : 131 + i], values[:, :, : 131 + i], 0.25, None)
-        for i in range(200)
+        folded(queries[:, :, i : i + 1], keys[:, :, : 131 + i], values[:, :, : 131 + i], 0.25, None) for i in range(200)
     ]
     assert mx.array_equal(at_once, in_sevens)
     assert mx.array_equal(at_once, mx.concatenate(one_by_one, axis=2))
@@ -108,10 +109,10 @@ def test_windows_of_both_forms_count_positions_where_these_have_gaps(
             weights = np.exp(k[head // 3, seen] @ q[head, row] / 4)
             expected[head, row] = weights / weights.sum() @ v[head // 3, seen]
     positions = mx.array(places.astype(np.int32))
-    folded = attention._folded(queries, keys, values, 0.25, window, positions)
-    fused = attention._fused(queries, keys, values, 0.25, window, None, positions)
-    cut = attention._fused(queries, keys, values, 0.25, window, None, positions, score_bytes=seven_queries(keys))
-    for form in (folded, fused, cut):
+    by_matmuls = folded(queries, keys, values, 0.25, window, positions)
+    by_library = fused(queries, keys, values, 0.25, window, positions)
+    cut = fused(queries, keys, values, 0.25, window, positions, score_bytes=seven_queries(keys))
+    for form in (by_matmuls, by_library, cut):
         assert np.abs(np.array(form[0]) - expected).max() < 2e-6
 
 
@@ -128,7 +129,7 @@ def test_no_call_holds_more_scores_than_allowed(monkeypatch: pytest.MonkeyPatch)
     queries, keys = mx.zeros((1, 16, 2048, 256), mx.bfloat16), mx.zeros((1, 2, 131072, 256), mx.bfloat16)
     limit = Kernels("fast", "metal").score_bytes(256, 2048)
     assert limit is not None
-    output = attention._fused(queries, keys, keys, 1.0, None, None, score_bytes=limit)
+    output = fused(queries, keys, keys, 1.0, None, score_bytes=limit)
     assert output.shape == queries.shape
     assert sum(num_queries for num_queries, _ in shapes) == 2048
     assert max(16 * 2 * num_queries * num_keys for num_queries, num_keys in shapes) <= 512_000_000
@@ -146,7 +147,7 @@ def test_the_cut_lets_attention_stay_below_mlx_memory_limit() -> None:
     try:
         for limit in (None, scores_bytes // 64):
             mx.reset_peak_memory()
-            mx.eval(attention._fused(queries, keys, keys, 0.1, None, None, score_bytes=limit))
+            mx.eval(fused(queries, keys, keys, 0.1, None, score_bytes=limit))
             peaks.append(mx.get_peak_memory() - before)
     finally:
         mx.set_memory_limit(former)

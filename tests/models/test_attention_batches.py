@@ -14,7 +14,8 @@ from models import tiny
 from headrace.backend.kernels import Kernels
 from headrace.models.levels import choose_levels
 from headrace.models.mixers import attention
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SMALLEST_CAPACITY, BatchSlab, StatePool
 

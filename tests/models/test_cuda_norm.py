@@ -11,11 +11,12 @@ import pytest
 from models import tiny, tiny_fused
 
 from headrace.backend import blas
-from headrace.models.adapters import Restore, override_forward
 from headrace.models.levels import choose_levels
 from headrace.models.mixers import cuda_layers
-from headrace.models.mixers.cuda_layers import SumNorm
-from headrace.models.packed import PackedModel, Row
+from headrace.models.mixers.cuda_layers import FusedAddNorm
+from headrace.models.packed import PackedModel
+from headrace.models.patches import Restore, override_forward
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -47,10 +48,10 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
     return made
 
 
-def made_norm(dtype: mx.Dtype = mx.float32) -> SumNorm:
+def made_norm(dtype: mx.Dtype = mx.float32) -> FusedAddNorm:
     norm = nn.RMSNorm(6, eps=1e-3)
     norm.weight = mx.arange(1, 7).astype(dtype)
-    return SumNorm(norm)
+    return FusedAddNorm(norm)
 
 
 X, Y = mx.random.normal((1, 3, 6), key=mx.random.key(0)), mx.random.normal((1, 3, 6), key=mx.random.key(1))
@@ -115,10 +116,10 @@ def test_every_sum_that_no_product_makes_is_made_by_the_norm_behind_it(
     packed = packed_model(model)
     mx.eval(logits_of(packed))
     assert len(sums) == each * len(model.layers)
-    norms = [module for _, module in model.named_modules() if isinstance(module, SumNorm)]
+    norms = [module for _, module in model.named_modules() if isinstance(module, FusedAddNorm)]
     assert all(norm._made == () for norm in norms)
     packed.restore()
-    assert not any(isinstance(module, SumNorm) for _, module in model.named_modules())
+    assert not any(isinstance(module, FusedAddNorm) for _, module in model.named_modules())
 
 
 def test_products_that_add_the_residual_leave_the_norm_behind_them_alone(

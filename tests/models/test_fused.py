@@ -6,7 +6,7 @@ On a machine without CUDA operations stand for the kernels, and all the rest is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -28,8 +28,9 @@ from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.cuda_layers import CudaMLP, CudaMoE
 from headrace.models.mixers.gated_delta import GatedDeltaMixer
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.selfcheck import check
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
 
@@ -415,7 +416,7 @@ def test_axes_turn_what_they_turn_without_kernels(name: str) -> None:
     """Beside the library's own layers, whose positions have separate references."""
     positions = np.cumsum(np.random.default_rng(3).integers(0, 3, (3, 24)), axis=1).astype(np.int32)
     ids, found = SENTENCES[0], []
-    for kernels in (tiny_fused.KERNELS, tiny_fused.KERNELS.without_fusion()):
+    for kernels in (tiny_fused.KERNELS, replace(tiny_fused.KERNELS, fuses=False)):
         model = build(name)
         packed, pool = pack(model, kernels), StatePool()
         assert (CudaAttentionMixer in classes(model)) is kernels.fuses

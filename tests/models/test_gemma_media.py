@@ -21,8 +21,9 @@ from headrace.errors import ModelError
 from headrace.models.gemma_vision import square_order
 from headrace.models.load import load
 from headrace.models.media import row_media
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.source import read_files
+from headrace.models.step import Row
 from headrace.models.vision import load_tower
 from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.state.sequence import SequenceState

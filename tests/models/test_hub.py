@@ -142,7 +142,7 @@ def test_a_hub_that_answers_too_late_is_waited_for_within_limits(
     folder = locate("owner/name")
     hub_module._found.clear()
     hub.is_silent = True
-    monkeypatch.setattr(hub_module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(hub_module, "_NEWER_TIMEOUT_S", 0.2)
     assert locate("owner/name") == folder
     assert "owner/name that is here is used" in caplog.text
     with pytest.raises(TimeoutError, match="no answer within"):

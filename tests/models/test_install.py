@@ -13,9 +13,10 @@ from models import tiny
 
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
-from headrace.models.adapters import TappedNorm
 from headrace.models.levels import Level, choose_levels, mixers_of, windows_of
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.patches import TappedNorm
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 

@@ -16,11 +16,12 @@ from headrace.backend.device import Device
 from headrace.backend.kernels import Kernels
 from headrace.models.levels import Level
 from headrace.models.load import load
-from headrace.models.mtp_head import HeadEntries, load_head
+from headrace.models.mtp_head import load_head
 from headrace.models.mtp_weights import find_head
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.selfcheck import check
 from headrace.models.source import read_files
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.model import TokenIds
@@ -86,7 +87,7 @@ def test_a_prediction_head_drafts_no_others(tmp_path: Path) -> None:
         mx.eval(loaded.packed.forward([Row(state, ROWS[0][:-1])], [0]), state.arrays())
         state.commit(len(ROWS[0]) - 1)
         rows = head.hidden_of(state).arrays()[0]
-        logits.append(head.read([HeadEntries(state, 1, ROWS[0][1:])], rows).logits)
+        logits.append(head.read([Row(state, ROWS[0][1:], start=1)], rows).logits)
     assert logits[0].shape == (1, 160)
     assert np.array_equal(np.array(logits[1]), cut(logits[0]))
 

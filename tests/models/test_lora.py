@@ -21,7 +21,8 @@ from headrace.models.levels import Level, choose_levels
 from headrace.models.lora import LoraModule
 from headrace.models.lora_files import fit_adapter, read_adapter
 from headrace.models.lora_table import LoraTable
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 

@@ -19,7 +19,8 @@ from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.levels import choose_levels
 from headrace.models.lora_files import fit_adapter, read_adapter
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.models.weights import dense_weight
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool

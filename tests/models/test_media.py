@@ -21,9 +21,10 @@ from headrace.media.prompt import Block, media_positions
 from headrace.models.levels import Level, choose_levels
 from headrace.models.load import LoadedModel, load
 from headrace.models.media import inputs_within, row_media
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.positions import MropeSections, find_sections
 from headrace.models.source import read_files
+from headrace.models.step import Row
 from headrace.models.vision import load_tower
 from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.state.sequence import SequenceState

@@ -12,7 +12,8 @@ from headrace.backend import gated_delta
 from headrace.backend.kernels import Kernels
 from headrace.backend.operations import operations
 from headrace.models.levels import choose_levels
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.sampling.sampler import SamplingRow, sample
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool

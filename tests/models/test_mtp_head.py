@@ -19,11 +19,12 @@ from headrace.models.fused_linear import FusedHead
 from headrace.models.levels import choose_levels
 from headrace.models.media import entry_at
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
-from headrace.models.mtp_head import HeadEntries, MtpHead, load_head
+from headrace.models.mtp_head import MtpHead, load_head
 from headrace.models.mtp_weights import find_head
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.positions import TokenPositions
 from headrace.models.source import read_files
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -198,7 +199,7 @@ def read(
         start = hidden.num_folded
         one.state.reserve(1)
         media = None if kept is None else entry_at(kept, start, end)
-        entries.append(HeadEntries(one.state, start, one.ids[start:end], media))
+        entries.append(Row(one.state, one.ids[start:end], media, start=start))
         before.append(hidden.part(start - 1, end - 1))
     got = head.read(entries, mx.concatenate(before, axis=1)).rows
     mx.eval(got, [one.state.arrays() for _, one in readings])
@@ -292,13 +293,13 @@ def test_further_drafts_go_on_from_the_heads_own_output(tmp_path: Path) -> None:
     mx.eval(trunk.forward([Row(state, ids[:6])], [0]), state.arrays())
     state.commit(6)
     hidden = hidden_of(trunk, ids[:6])
-    output = head.read([HeadEntries(state, 1, ids[1:])], head.hidden_of(state).part(0, 6)).rows
+    output = head.read([Row(state, ids[1:], start=1)], head.hidden_of(state).part(0, 6)).rows
     known = [*ids[1:]]
     for place, token in enumerate(chained, start=1):
         hidden = np.concatenate([hidden, np.array(output)])
         known.append(token)
         # as in a draft, the token is on the device only
-        output = head.read([HeadEntries(state, 6 + place, (0,))], output[None], mx.array([token])).rows
+        output = head.read([Row(state, (0,), start=6 + place)], output[None], mx.array([token])).rows
         expected = Reference(tensors)(embeddings_of(trunk, known), hidden)[-1]
         assert np.abs(np.array(output[0]) - expected).max() < 2e-5
 

@@ -13,7 +13,6 @@ from models import tiny_fused
 
 from headrace.backend import device
 from headrace.engine.pooling import BATCH_TOKENS, PADDING_SHARE, batches
-from headrace.models.packed import Row
 from headrace.models.pooling import attention
 from headrace.models.pooling.attention import attend
 from headrace.models.pooling.encoder import EncoderInput, load_encoder
@@ -21,6 +20,7 @@ from headrace.models.pooling.head import Head, pool
 from headrace.models.pooling.trunk import Trunk
 from headrace.models.selfcheck import check
 from headrace.models.source import read_files
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 

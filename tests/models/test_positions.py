@@ -14,9 +14,10 @@ from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models.levels import choose_levels
 from headrace.models.media import RowMedia
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.positions import TokenPositions
 from headrace.models.selfcheck import check
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 

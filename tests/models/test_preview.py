@@ -18,7 +18,7 @@ from headrace.engine.memory import sample_state
 from headrace.errors import ModelError
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
-from headrace.models.preview import foresee, preview_on_hub
+from headrace.models.preview import estimate, preview_on_hub
 from headrace.models.purpose import purpose_by_name
 from headrace.models.source import locate
 from headrace.state.sequence import StateCost
@@ -79,7 +79,7 @@ GPT_OSS_20B: dict[str, Any] = {
 
 
 def of_tokens(config: dict[str, Any], num_tokens: int) -> int:
-    found = foresee(config, 2)
+    found = estimate(config, 2)
     assert found is not None
     return found.cost.record_bytes(num_tokens)
 
@@ -94,14 +94,14 @@ def test_bytes_of_a_state_follow_from_the_architecture() -> None:
 
 
 def test_parameters_are_counted() -> None:
-    found = foresee(LLAMA_8B, 2)
+    found = estimate(LLAMA_8B, 2)
     assert found is not None
     # As its model card has it: 8.03 billion.
     assert round(found.num_parameters / 1e9, 2) == 8.03
 
 
 def test_a_cpu_holds_weights_in_float32_if_they_leave_room() -> None:
-    found = foresee(LLAMA_8B, 4)
+    found = estimate(LLAMA_8B, 4)
     assert found is not None
     whole = 4 * found.num_parameters
     small, large = (Device("cpu", "Some CPU", size * GB, 8) for size in (40, 64))
@@ -112,8 +112,8 @@ def test_a_cpu_holds_weights_in_float32_if_they_leave_room() -> None:
 
 
 def test_a_model_that_cannot_be_built_is_not_foreseen() -> None:
-    assert foresee({"model_type": "no_such_model"}, 2) is None
-    assert foresee({"model_type": "llama"}, 2) is None
+    assert estimate({"model_type": "no_such_model"}, 2) is None
+    assert estimate({"model_type": "llama"}, 2) is None
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "qwen3_next", "mamba2", "gemma3_text", "gpt_oss"])
@@ -127,7 +127,7 @@ def test_it_is_what_a_loaded_model_takes(name: str) -> None:
 
 
 def _foreseen(name: str) -> StateCost:
-    found = foresee(FAMILIES[name], 4)
+    found = estimate(FAMILIES[name], 4)
     assert found is not None
     return found.cost
 

@@ -17,8 +17,9 @@ import pytest
 
 from headrace.backend import blas, device
 from headrace.models.load import LoadedModel, load
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.source import read_files
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.model import TokenIds

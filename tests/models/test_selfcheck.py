@@ -226,7 +226,7 @@ def test_the_reference_is_the_untouched_model_token_by_token() -> None:
 
 
 @tiny_fused.only_operations
-@pytest.mark.parametrize("part", ["_window", "_chunk"])
+@pytest.mark.parametrize("part", ["_attend", "_chunk"])
 def test_kernels_that_differ_are_not_used_and_that_is_told(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is those for a few tokens or what stands beside them in longer chunks."""
     model = tiny.build(tiny_fused.widen("qwen3", monkeypatch))

@@ -21,7 +21,7 @@ from models import tiny
 from headrace.backend import blas
 from headrace.errors import ModelError
 from headrace.models.source import read_files
-from headrace.models.weights import MEMORY_SHARE, Loaded, hold, load_weights
+from headrace.models.weights import MEMORY_SHARE, Loaded, load_weights, set_precision
 
 ROOMY = 1 << 40
 """Bytes of a machine that everything fits into."""
@@ -303,7 +303,7 @@ def test_quantised_weights_held_in_float32_are_the_numbers_they_stand_for(
     folder = quantised(name, tmp_path, mode, bits, global_scale=bool(more))
     model = load(folder).model
     assert num_quantised(model) >= 8
-    assert hold(model, "auto", "cpu", ROOMY) == f"weights: float32, stored as {bits}-bit"
+    assert set_precision(model, "auto", "cpu", ROOMY) == f"weights: float32, stored as {bits}-bit"
     assert num_quantised(model) == 0
     expected = meant(name, folder, bits)
     ours, theirs = tiny.parameters(model), tiny.parameters(expected)
@@ -319,7 +319,7 @@ def test_dequantising_reaches_every_kind_of_layer(tmp_path: Path) -> None:
     for name in ("llama_tied", "qwen3_moe", "deepseek_v3"):
         model = load(quantised(name, tmp_path / name)).model
         held = [path for path, module in model.named_modules() if "scales" in module]
-        hold(model, "float32", "cpu", ROOMY)
+        set_precision(model, "float32", "cpu", ROOMY)
         modules = dict(model.named_modules())
         kinds |= {type(modules[path]) for path in held}
     assert kinds == {nn.Linear, nn.Embedding, SwitchLinear, MultiLinear}
@@ -330,7 +330,7 @@ def test_biases_of_quantised_layers_are_kept(tmp_path: Path) -> None:
     for name, mode in (("llama", "affine"), ("gpt_oss", "mxfp4")):
         folder = quantised(name, tmp_path / name, mode)
         model = load(folder).model
-        hold(model, "float32", "cpu", ROOMY)
+        set_precision(model, "float32", "cpu", ROOMY)
         names = [path for path in tiny.parameters(model) if path.endswith("proj.bias")]
         assert len(names) >= 12
         assert all(mx.any(tiny.parameters(model)[path] != 0) for path in names)
@@ -341,7 +341,7 @@ def test_biases_of_quantised_layers_are_kept(tmp_path: Path) -> None:
 )
 def test_auto_on_a_cpu_is_float32_and_says_what_was_stored(dtype: mx.Dtype, word: str, tmp_path: Path) -> None:
     model = load(stored_in("qwen3_5", dtype, tmp_path)).model
-    line = hold(model, "auto", "cpu", ROOMY)
+    line = set_precision(model, "auto", "cpu", ROOMY)
     assert line == ("weights: float32" if word == "float32" else f"weights: float32, stored as {word}")
     assert {weight.dtype for weight in tiny.parameters(model).values()} == {mx.float32}
     expected = {
@@ -353,10 +353,10 @@ def test_auto_on_a_cpu_is_float32_and_says_what_was_stored(dtype: mx.Dtype, word
 @pytest.mark.parametrize("device", ["cuda", "metal"])
 def test_auto_on_a_gpu_keeps_what_is_stored(device: str, tmp_path: Path) -> None:
     model = load(stored_in("llama", mx.bfloat16, tmp_path / "half")).model
-    assert hold(model, "auto", device, ROOMY) == "weights: bfloat16, as stored"
+    assert set_precision(model, "auto", device, ROOMY) == "weights: bfloat16, as stored"
     assert {weight.dtype for weight in tiny.parameters(model).values()} == {mx.bfloat16}
     model = load(quantised("llama", tmp_path / "four")).model
-    assert hold(model, "auto", device, ROOMY) == "weights: 4-bit, as stored"
+    assert set_precision(model, "auto", device, ROOMY) == "weights: 4-bit, as stored"
     assert num_quantised(model) > 0
 
 
@@ -366,19 +366,19 @@ def test_without_memory_for_float32_weights_stay_as_stored_and_it_says_so(name: 
     folder = quantised(name, tmp_path)
     enough = int(needed / MEMORY_SHARE) + 1
     model = load(folder).model
-    line = hold(model, "auto", "cpu", enough - 2)
+    line = set_precision(model, "auto", "cpu", enough - 2)
     assert line.startswith("weights: 4-bit, as stored; in float32 they would run faster on this CPU, but take ")
     assert line.endswith(f" {needed / 1e9:.1f} of {(enough - 2) / 1e9:.1f} GB")
     assert num_quantised(model) > 0
-    assert hold(load(folder).model, "auto", "cpu", enough) == "weights: float32, stored as 4-bit"
+    assert set_precision(load(folder).model, "auto", "cpu", enough) == "weights: float32, stored as 4-bit"
     # what is asked for by name is done
-    assert hold(load(folder).model, "float32", "cpu", 1) == "weights: float32, stored as 4-bit"
+    assert set_precision(load(folder).model, "float32", "cpu", 1) == "weights: float32, stored as 4-bit"
 
 
 def test_stored_keeps_everything(tmp_path: Path) -> None:
     folder = quantised("llama", tmp_path)
     model = load(folder).model
-    assert hold(model, "stored", "cpu", ROOMY) == "weights: 4-bit, as stored"
+    assert set_precision(model, "stored", "cpu", ROOMY) == "weights: 4-bit, as stored"
     weights = dict(mx.load(str(folder / "model.safetensors")))
     ours = tiny.parameters(model)
     assert ours.keys() == weights.keys()
@@ -388,7 +388,7 @@ def test_stored_keeps_everything(tmp_path: Path) -> None:
 def test_half_precision_on_quantised_weights_concerns_the_rest_and_the_line_says_so(tmp_path: Path) -> None:
     folder = quantised("llama", tmp_path)
     model = load(folder).model
-    assert hold(model, "float16", "cpu", ROOMY) == "weights: 4-bit, as stored, and float16 around them"
+    assert set_precision(model, "float16", "cpu", ROOMY) == "weights: 4-bit, as stored, and float16 around them"
     floats = {weight.dtype for weight in tiny.parameters(model).values() if mx.issubdtype(weight.dtype, mx.floating)}
     assert floats == {mx.float16}
     assert num_quantised(model) > 0
@@ -400,7 +400,7 @@ def test_a_quantised_layer_of_an_unknown_kind_stays_and_the_line_says_so(tmp_pat
 
     model = load(quantised("llama", tmp_path)).model
     model.lm_head.__class__ = Unknown
-    assert hold(model, "float32", "cpu", ROOMY) == "weights: 4-bit, as stored, and float32 around them"
+    assert set_precision(model, "float32", "cpu", ROOMY) == "weights: 4-bit, as stored, and float32 around them"
     assert num_quantised(model) == 1
     assert logits(model).shape[0] == len(tiny.PROMPT)
 
@@ -408,7 +408,7 @@ def test_a_quantised_layer_of_an_unknown_kind_stays_and_the_line_says_so(tmp_pat
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_spares_the_weights_that_need_more(dtype: str, tmp_path: Path) -> None:
     model = load(tiny.save("qwen3_5", tmp_path)).model
-    assert hold(model, dtype, "cpu", ROOMY) == f"weights: {dtype}, stored as float32"
+    assert set_precision(model, dtype, "cpu", ROOMY) == f"weights: {dtype}, stored as float32"
     for path, weight in tiny.parameters(model).items():
         # decay rates sit in an exponential of an exponential; mlx-lm's own converter leaves them alone too
         assert weight.dtype == (mx.float32 if path.endswith("A_log") else getattr(mx, dtype)), path
@@ -418,9 +418,9 @@ def test_weights_are_evaluated_so_that_the_files_may_go(tmp_path: Path) -> None:
     for dtype in ("auto", "stored"):
         folder = quantised("llama", tmp_path / dtype)
         model = load(folder).model
-        hold(model, dtype, "cpu", ROOMY)
+        set_precision(model, dtype, "cpu", ROOMY)
         other = load(folder).model
-        hold(other, dtype, "cpu", ROOMY)
+        set_precision(other, dtype, "cpu", ROOMY)
         expected = logits(other)
         (folder / "model.safetensors").write_bytes(b"")
         assert np.array_equal(logits(model), expected)

@@ -22,10 +22,11 @@ from models.mixed_steps import MixedSteps
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.collectives import collectives_of
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.selfcheck import check
 from headrace.models.sharding import shard
 from headrace.models.source import read_files
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 

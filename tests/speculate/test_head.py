@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
-from headrace.models.mtp_head import HeadEntries, HeadOutputs
+from headrace.models.mtp_head import HeadOutputs
+from headrace.models.step import Row
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.head import HeadDrafter
@@ -31,7 +32,7 @@ class NotingHead:
         return state.layer(HIDDEN, HiddenState)
 
     def read(
-        self, entries: Sequence[HeadEntries], hidden: mx.array, ids: mx.array | None = None, *, launch: bool = True
+        self, entries: Sequence[Row], hidden: mx.array, ids: mx.array | None = None, *, launch: bool = True
     ) -> HeadOutputs:
         self.given.append([(one.start, len(one.token_ids)) for one in entries])
         if ids is None:
@@ -45,7 +46,7 @@ class NotingHead:
         return HeadOutputs(rows, (mx.arange(64) == rows[:, :1]).astype(mx.float32))
 
 
-def _places(one: HeadEntries) -> range:
+def _places(one: Row) -> range:
     return range(one.start, one.start + len(one.token_ids))
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from headrace.models.mtp_head import HeadEntries, HeadOutputs
+from headrace.models.mtp_head import HeadOutputs
+from headrace.models.step import Row
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.head import HeadDrafter
@@ -42,7 +43,7 @@ class ReadingHead(BrokenHead):
         self.given: list[list[int]] = []
 
     def read(
-        self, entries: Sequence[HeadEntries], hidden: mx.array, ids: mx.array | None = None, *, launch: bool = True
+        self, entries: Sequence[Row], hidden: mx.array, ids: mx.array | None = None, *, launch: bool = True
     ) -> HeadOutputs:
         assert hidden.shape[1] == sum(len(one.token_ids) for one in entries)
         self.given.append([len(one.token_ids) for one in entries])

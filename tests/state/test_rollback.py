@@ -17,7 +17,8 @@ from models import tiny
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models.levels import Level, choose_levels
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.state.recurrent import BatchedState, RecurrentRecord
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool

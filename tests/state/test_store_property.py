@@ -23,7 +23,8 @@ from state.toy_layers import VOCAB, Array
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models.levels import choose_levels
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.state.hidden import HiddenState
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
 from headrace.state.slabs import StatePool

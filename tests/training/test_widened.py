@@ -14,10 +14,11 @@ from benchmarks import shapes
 from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models.levels import choose_levels
-from headrace.models.mtp_head import HeadEntries, load_head
+from headrace.models.mtp_head import load_head
 from headrace.models.mtp_weights import find_head
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.source import read_files
+from headrace.models.step import Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from training import widened
@@ -59,7 +60,7 @@ def said(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     mx.eval(logits, state.arrays())
     state.commit(count)
     state.reserve(1)
-    rows = head.read([HeadEntries(state, 1, IDS[1:])], head.hidden_of(state).part(0, count)).rows
+    rows = head.read([Row(state, IDS[1:], start=1)], head.hidden_of(state).part(0, count)).rows
     return np.array(logits), np.array(rows)
 
 

@@ -113,7 +113,7 @@ def _rank_one(
     beta: mx.array,
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """The update once S k and S q are known, compiled so that the state is passed over once."""
+    """The update from S k and S q, compiled so that the state is read once."""
     g, beta = g[..., None], beta[..., None]
     delta = (v - g * old_k) * beta
     y = g * old_q + (k * q).sum(axis=-1, keepdims=True) * delta

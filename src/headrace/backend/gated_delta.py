@@ -73,7 +73,7 @@ def scan(
     raise ValueError(f"unknown form {form!r} of the gated delta rule")
 
 
-def scan_behind(form: Form, pending: Stash, tokens: Prepared, state: mx.array) -> tuple[Scan, mx.array]:
+def replay_and_scan(form: Form, pending: Stash, tokens: Prepared, state: mx.array) -> tuple[Scan, mx.array]:
     """Replay pending tokens `[B, n, …]`, then run new ones; also returns the state between."""
     # the output of a pending token is not used, so its key stands in for its query
     replayed, num_pending = Prepared(pending.k, *pending), pending.k.shape[1]
@@ -122,7 +122,7 @@ _SLOWEST_DECAY = 0.9995
 """Of the trial's decays: errors add up over some 2,000 tokens."""
 
 
-def library_pays(heads: DeltaHeads, dtype: mx.Dtype) -> bool:
+def is_library_faster(heads: DeltaHeads, dtype: mx.Dtype) -> bool:
     """Whether MLX's function computes long scans here in less time than mlx-lm's kernel, with at most twice its error.
 
     dtype: of activations.
@@ -161,7 +161,6 @@ def _error(y: mx.array, exact: mx.array) -> float:
 
 
 def _seconds(form: Form, inputs: list[mx.array]) -> float:
-    """The least of a few runs."""
     times = []
     for _ in range(_TRIAL_RUNS):
         started = time.perf_counter()

@@ -74,7 +74,7 @@ def _copy_s() -> float:
 
 
 def _median_s(compute: Callable[[], mx.array]) -> float:
-    """Of as many runs as fit the time, at least three, after one that builds what is needed."""
+    """Median of as many runs as fit the time, at least three, after one that builds what is needed."""
     mx.eval(compute())
     times: list[float] = []
     while len(times) < 3 or sum(times) < _SPENT_S:

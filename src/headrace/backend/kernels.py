@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,7 @@ class Kernels:
     shape, which are all lengths that prompts have; a quarter of so many pairs takes our kernel 0.36 ms a layer."""
 
     scans_by_library: bool = False
-    """Whether MLX's function takes long scans of the gated delta rule on Metal; `gated_delta.library_pays` says."""
+    """Whether MLX's function takes long scans of the gated delta rule on Metal, see `gated_delta.is_library_faster`."""
 
     has_accelerators: bool = False
     """Whether MLX uses the neural accelerators of a Mac's GPU."""
@@ -72,10 +72,6 @@ class Kernels:
     def overlaps_steps(self) -> bool:
         """Whether the host builds a step while the device computes the last one. On a CPU they share the cores."""
         return self.device != "cpu"
-
-    def without_fusion(self) -> Kernels:
-        """The same, but for layers that stay the library's."""
-        return replace(self, fuses=False)
 
     def gated_delta(self, num_tokens: int) -> Form:
         if self.device == "metal":

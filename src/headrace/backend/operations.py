@@ -21,7 +21,7 @@ _PRIMITIVE = re.compile(r'\{ \d+ \[label ="([^"]+)".*\n((?:"\w+" -> \d+\n)*)')
 
 
 def operations(arrays: Sequence[mx.array]) -> Counter[str]:
-    """How many operations of each kind have to be computed for arrays that are not evaluated yet."""
+    """Operations by kind that arrays not yet evaluated need."""
     return Counter(name for name, _ in _nodes(arrays))
 
 

@@ -35,16 +35,7 @@ def to_device(numbers: Sequence[int] | Sequence[float], dtype: mx.Dtype) -> mx.a
     words = numbers if dtype == mx.int32 else np.array(numbers, np.float32).view(np.int32).tolist()
     # few sizes, so that few kernels are built
     room = max(_FEWEST, 1 << (len(numbers) - 1).bit_length())
-    (held,) = mx.fast.precompiled_cuda_kernel(
-        name=f"place_{room}",
-        compiled_source=place_source(room),
-        inputs=[],
-        output_shapes=[(room,)],
-        output_dtypes=[dtype],
-        scalars=[*words, *[0] * (room - len(numbers))],
-        grid=(1, 1, 1),
-        threadgroup=(1, 1, 1),
-    )
+    (held,) = launch(f"place_{room}", place_source(room), [], [(room,)], dtype, [*words, *[0] * (room - len(numbers))])
     return held if room == len(numbers) else held[: len(numbers)]
 
 
@@ -58,22 +49,35 @@ class Fetched:
         """What is to be evaluated."""
         if mx.cuda.is_available() and 2 < count <= MOST_READ:
             pairs = 1 << (-(-count // 2) - 1).bit_length()
-            self.arrays = mx.fast.precompiled_cuda_kernel(
-                name=f"fetch_{pairs}",
-                compiled_source=fetch_source(pairs),
-                inputs=[array],
-                output_shapes=[(2,)] * pairs,
-                output_dtypes=[mx.int32] * pairs,
-                scalars=[count],
-                grid=(1, 1, 1),
-                threadgroup=(1, 1, 1),
-                ensure_row_contiguous=True,
-            )
+            self.arrays = launch(f"fetch_{pairs}", fetch_source(pairs), [array], [(2,)] * pairs, mx.int32, [count])
 
     def read(self) -> list[int]:
         """The numbers; waits for the device if they are not evaluated."""
         found: list[int] = [number for array in self.arrays for number in array.tolist()]  # type: ignore[union-attr, misc]
         return found[: self._count]
+
+
+def launch(
+    name: str,
+    source: bytes,
+    inputs: Sequence[mx.array],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: mx.Dtype,
+    scalars: Sequence[int],
+) -> list[mx.array]:
+    """Run a kernel in one thread; gives arrays of these shapes. source: PTX, or the short name of a built module."""
+    found: list[mx.array] = mx.fast.precompiled_cuda_kernel(
+        name=name,
+        compiled_source=source,
+        inputs=list(inputs),
+        output_shapes=list(shapes),
+        output_dtypes=[dtype] * len(shapes),
+        scalars=list(scalars),
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        ensure_row_contiguous=True,
+    )
+    return found
 
 
 @cache

@@ -9,7 +9,7 @@ from headrace.config import Config
 from headrace.engine.group import differences, ranks_layout
 from headrace.engine.rank_check import CheckedRanks, RankCheck, check_ranks
 from headrace.errors import ModelError
-from headrace.models.preview import Preview, Split, foresee_split
+from headrace.models.preview import Preview, SplitEstimate, estimate_split
 from headrace.ranks.start import start_ranks
 
 
@@ -17,7 +17,7 @@ def rank_lines(config: Config, found: Preview | None) -> Iterator[str]:
     """found: of the model; None without one. Raises ConfigError, and ModelError for a model that can't be split."""
     layout = ranks_layout(config.split)
     yield f"ranks: {layout.size} over {layout.backend}"
-    split = None if found is None else foresee_split(found.files, layout.size)
+    split = None if found is None else estimate_split(found.files, layout.size)
     ranks = start_ranks(layout)
     try:
         ranks.tell(RankCheck(config))
@@ -42,7 +42,7 @@ def _host_lines(checked: CheckedRanks) -> Iterator[str]:
     yield f"link: {1e6 * link.sum_s:.0f} µs for a sum of 8 KiB, {link.bytes_per_s / 1e9:.2f} GB/s in one of 16 MiB"
 
 
-def _split_lines(split: Split, found: Preview, checked: CheckedRanks) -> Iterator[str]:
+def _split_lines(split: SplitEstimate, found: Preview, checked: CheckedRanks) -> Iterator[str]:
     num_bytes = sum(each.num_bytes for each in split.collectives)
     seconds = len(split.collectives) * checked.link.sum_s + num_bytes / checked.link.bytes_per_s
     held = int(split.share * found.weights_bytes)

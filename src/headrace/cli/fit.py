@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from headrace.backend.device import Device
 from headrace.engine.memory import DEFAULT_CONTEXT, fitting_context
-from headrace.models.preview import Preview, foresee
+from headrace.models.preview import Preview, estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,17 @@ def fit(
     bits: float | None = None,
     kv_bits: int | None = None,
 ) -> Fit:
-    """dtype: as in `ModelConfig.dtype`. bits: see `Foreseen.held_bytes`. kv_bits: of keys and values; None for exact
-    ones."""
+    """dtype: as in `ModelConfig.dtype`. bits: see `ModelEstimate.held_bytes`. kv_bits: of keys and
+    values; None for exact ones."""
     # exact ones have the activations' precision, float32 on a CPU
     item_bytes, has_fine_slots = 4 if device.kind == "cpu" else 2, device.kind == "metal"
-    foreseen = foresee(found.files.config, item_bytes, has_fine_slots=has_fine_slots, kv_bits=kv_bits)
+    estimated = estimate(found.files.config, item_bytes, has_fine_slots=has_fine_slots, kv_bits=kv_bits)
     stored = found.weights_bytes
     return Fit(
         stored,
-        stored if foreseen is None else foreseen.held_bytes(stored, dtype, device, bits),
+        stored if estimated is None else estimated.held_bytes(stored, dtype, device, bits),
         int(device.memory_bytes * device.share(utilization)),
-        None if foreseen is None else foreseen.cost.num_bytes,
+        None if estimated is None else estimated.cost.num_bytes,
         found.files.context_length or DEFAULT_CONTEXT,
         found.missing_bytes,
         shutil.disk_usage(existing(Path(constants.HF_HUB_CACHE))).free,

@@ -15,7 +15,7 @@ from headrace.engine.memory import fitting_context
 from headrace.engine.preview import preview
 from headrace.errors import ModelError
 from headrace.models.inventory import kind_of, licence_of
-from headrace.models.preview import Foreseen, Preview, foresee
+from headrace.models.preview import ModelEstimate, Preview, estimate
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 
 
@@ -33,7 +33,7 @@ def run(given: argparse.Namespace) -> None:
 
 def _facts(found: Preview, here: Device, fitting: Fit) -> dict[str, Any]:
     files = found.files
-    foreseen = foresee(files.config, 4 if here.kind == "cpu" else 2)
+    estimated = estimate(files.config, 4 if here.kind == "cpu" else 2)
     modalities = ["text", *(["images", "videos"] if files.config.get("vision_config") else ())]
     return {
         "name": files.name,
@@ -41,17 +41,17 @@ def _facts(found: Preview, here: Device, fitting: Fit) -> dict[str, Any]:
         "kind": kind_of(files),
         "architecture": next(iter(files.config.get("architectures") or ()), None),
         "model_type": files.model_type,
-        "parameters": None if foreseen is None else foreseen.num_parameters,
+        "parameters": None if estimated is None else estimated.num_parameters,
         "quantization": _quantization(files.config),
         "context": files.context_length,
         "modalities": modalities,
         **_text_facts(files.directory, files.model_type),
-        "layers": None if foreseen is None else dict(foreseen.layers),
+        "layers": None if estimated is None else dict(estimated.layers),
         "weights_bytes": found.weights_bytes,
         "missing_bytes": found.missing_bytes,
         "fits": fitting.fits,
-        "fitting_context": _fitting_context(fitting, foreseen),
-        "state_bytes_per_token": None if foreseen is None else _bytes_per_token(foreseen),
+        "fitting_context": _fitting_context(fitting, estimated),
+        "state_bytes_per_token": None if estimated is None else _bytes_per_token(estimated),
         "licence": licence_of(files.directory),
     }
 
@@ -82,16 +82,16 @@ def _text_facts(folder: Path, model_type: str) -> dict[str, Any]:
     }
 
 
-def _fitting_context(fitting: Fit, foreseen: Foreseen | None) -> int | None:
+def _fitting_context(fitting: Fit, estimated: ModelEstimate | None) -> int | None:
     """The longest context that memory has room for beside the weights."""
-    if foreseen is None or not fitting.fits:
+    if estimated is None or not fitting.fits:
         return None
     left = fitting.usable_bytes - fitting.held_bytes
-    return fitting_context(left, foreseen.cost.num_bytes, fitting.own_context)
+    return fitting_context(left, estimated.cost.num_bytes, fitting.own_context)
 
 
-def _bytes_per_token(foreseen: Foreseen) -> int:
-    return foreseen.cost.record_bytes(2) - foreseen.cost.record_bytes(1)
+def _bytes_per_token(estimated: ModelEstimate) -> int:
+    return estimated.cost.record_bytes(2) - estimated.cost.record_bytes(1)
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[str]:

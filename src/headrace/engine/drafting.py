@@ -18,8 +18,9 @@ from headrace.errors import ConfigError, ModelError
 from headrace.models.load import LoadedModel
 from headrace.models.mtp_head import load_head
 from headrace.models.mtp_weights import find_head
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.source import ModelFiles
+from headrace.models.step import Row
 from headrace.sampling.sampler import GREEDY_ROW
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.drafter import Drafter, DraftRow

@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from headrace.engine.draws import Draws
 from headrace.engine.windows import Ahead, LiveSequence, Window
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.rows import pick
 from headrace.speculate.drafts import packed_ids

@@ -17,9 +17,10 @@ from headrace.backend.kernels import Kernels
 from headrace.backend.operations import metal_launches
 from headrace.config import Config
 from headrace.engine.model_files import model_files
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.selfcheck import check
-from headrace.models.weights import hold, load_weights
+from headrace.models.step import Row
+from headrace.models.weights import load_weights, set_precision
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -58,7 +59,7 @@ def measure_mlx_lm(config: Config, batches: Sequence[Prompts], max_tokens: int) 
     blas.install(config.models.numerics)
     here, files = device.current(), model_files(config)
     model = load_weights(files).model
-    precision = hold(model, config.models.dtype, here.kind, here.memory_bytes)
+    precision = set_precision(model, config.models.dtype, here.kind, here.memory_bytes)
     logits = model(mx.array([[0]]))
     _generate(model, batches[0], 2)
     found: dict[str, Any] = {

@@ -12,7 +12,7 @@ from headrace.config_loading import with_suggestion
 from headrace.errors import ModelError
 from headrace.models.built_in import IN_PACKAGE, built_in_folder
 from headrace.models.hub import local_copy
-from headrace.models.in_use import hold
+from headrace.models.in_use import mark_in_use
 from headrace.models.smollm2 import fetch, is_fetched
 from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
 
@@ -30,7 +30,7 @@ def model_files(config: Config, name: str | None = None) -> ModelFiles:
         return read_files(f"headrace-{name}", built_in)
     if name == "smollm2" and not is_path:
         folder = fetch(Path(config.models.model_folder).expanduser(), logger.info)
-        hold(folder)
+        mark_in_use(folder)
         return read_files("SmolLM2-135M-Instruct", folder)
     with built_in_suggested(name):
         directory = locate(name)

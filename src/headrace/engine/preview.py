@@ -6,7 +6,7 @@ from headrace.backend import device
 from headrace.config import Config
 from headrace.engine.model_files import built_in_suggested, model_files
 from headrace.models.built_in import built_in_folder
-from headrace.models.preview import Preview, foresee, preview_folder, preview_on_hub
+from headrace.models.preview import Preview, estimate, preview_folder, preview_on_hub
 from headrace.models.source import is_hub_id
 
 
@@ -23,5 +23,5 @@ def held_weights_bytes(config: Config) -> int:
     """Bytes that the configured model's weights will take in memory, as far as its files tell."""
     files, here = model_files(config), device.current()
     stored = preview_folder(files).weights_bytes
-    foreseen = foresee(files.config, item_bytes=4)
-    return stored if foreseen is None else foreseen.held_bytes(stored, config.models.dtype, here)
+    estimated = estimate(files.config, item_bytes=4)
+    return stored if estimated is None else estimated.held_bytes(stored, config.models.dtype, here)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headrace.models.mixers.fused import MOST_TOKENS, next_power_of_two, padded_chunk_tokens, padded_chunks, padded_rows
+from headrace.backend.cuda.shapes import LONGEST_WINDOW
+from headrace.models.padding import next_power_of_two, padded_chunk_tokens, padded_chunks, padded_rows
 from headrace.scheduler.admission import MemoryBudget
 from headrace.speculate.model import LATEST_TOKENS
 from headrace.state.slabs import SMALLEST_CAPACITY
@@ -13,7 +14,7 @@ from headrace.types.request import GREEDY, SamplingParams
 
 MOST_ROWS = 64
 
-PROMPT_TOKENS = 2 * MOST_TOKENS
+PROMPT_TOKENS = 2 * LONGEST_WINDOW
 
 _MANY_SNAPSHOTS = 4
 
@@ -80,16 +81,16 @@ def pieces_for(
         windows = _sizes(next_power_of_two, 1 + max_drafts)
         found += [WarmUpPiece(num_rows, drafts=_both(length - 1)) for length in windows[1:-1]]
         # steps of as many tokens, whose windows may be of any length, have one form
-        found += [WarmUpPiece(num_rows, length) for length in _sizes(next_power_of_two, MOST_TOKENS)]
+        found += [WarmUpPiece(num_rows, length) for length in _sizes(next_power_of_two, LONGEST_WINDOW)]
         if max_drafts:
             found += _short_prompts_beside_drafts(num_rows, max_drafts)
     for num_rows in _sizes(padded_chunks, max_rows):
         # conversations have several branch points; more rows rarely begin at once
         snapshots = [each for each in (1, _MANY_SNAPSHOTS) if num_rows * each <= max(num_rows, MOST_ROWS)] * caches
         # so short only where the prefix cache wants something of them
-        found += [WarmUpPiece(num_rows, MOST_TOKENS, num_snapshots=each) for each in snapshots]
+        found += [WarmUpPiece(num_rows, LONGEST_WINDOW, num_snapshots=each) for each in snapshots]
         for num_tokens in _sizes(padded_chunk_tokens, chunk_tokens):
-            if num_tokens > num_rows * MOST_TOKENS:
+            if num_tokens > num_rows * LONGEST_WINDOW:
                 found += [WarmUpPiece(num_rows, num_tokens // num_rows, num_snapshots=each) for each in (0, *snapshots)]
     if prefills:
         by_model, _ = _both(max_drafts)
@@ -111,9 +112,9 @@ def _short_prompts_beside_drafts(num_rows: int, max_drafts: int) -> list[WarmUpP
     """Where they make a step larger than drafts alone do."""
     by_model, _ = _both(max_drafts)
     num_decoding = (num_rows - 1) * (1 + max_drafts)
-    larger = [size for size in _sizes(next_power_of_two, MOST_TOKENS) if size > next_power_of_two(1 + max_drafts)]
+    larger = [size for size in _sizes(next_power_of_two, LONGEST_WINDOW) if size > next_power_of_two(1 + max_drafts)]
     lengths = [max(1, num_rows * size // 2 + 1 - num_decoding) for size in larger]
-    return [WarmUpPiece(num_rows, drafts=(by_model,), joining=length) for length in lengths if length <= MOST_TOKENS]
+    return [WarmUpPiece(num_rows, drafts=(by_model,), joining=length) for length in lengths if length <= LONGEST_WINDOW]
 
 
 def _sizes(padded: Callable[[int], int], most: int) -> list[int]:

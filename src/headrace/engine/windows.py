@@ -15,9 +15,8 @@ from headrace.errors import GenerationFailed, GrammarFailed
 from headrace.grammar.constraint import Constraint, Mask
 from headrace.models.lora import BASE
 from headrace.models.media import RowMedia, entry_at
-from headrace.models.packed import Row
 from headrace.models.positions import TokenPositions
-from headrace.models.step import QueryRecorder
+from headrace.models.step import QueryRecorder, Row
 from headrace.sampling.history import History
 from headrace.sampling.sampler import SamplingRow
 from headrace.speculate.drafter import EntryMedia

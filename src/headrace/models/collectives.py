@@ -30,7 +30,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class AbsentGroup:
-    """Takes the place of MLX's group where only shapes matter: the ranks are not there."""
+    """Stands for MLX's group where only shapes matter and there are no ranks."""
 
     num_ranks: int
     own_rank: int = 0
@@ -58,7 +58,7 @@ class CollectiveTimes:
 
 
 def collectives_of(model: Any) -> tuple[Collective, ...]:
-    """Those of a forward of mlx-lm's own split model. Nothing is computed, and no other rank is needed."""
+    """Of a forward of mlx-lm's split model. Computes nothing, and needs no other rank."""
     found: list[Collective] = []
     with _noted(found):
         model(mx.array([[0]]))
@@ -67,7 +67,7 @@ def collectives_of(model: Any) -> tuple[Collective, ...]:
 
 @contextmanager
 def _noted(found: list[Collective]) -> Iterator[None]:
-    """Collectives that are asked for meanwhile are noted and not made. mlx-lm looks them up at each call."""
+    """Record collectives instead of running them; mlx-lm looks the functions up at each call."""
 
     def all_sum(x: mx.array, **_: Any) -> mx.array:
         found.append(Collective("sum", x.size, x.dtype))
@@ -94,7 +94,7 @@ def time_collectives(collectives: Sequence[Collective], group: mx.distributed.Gr
 
 
 def _line(collectives: Sequence[Collective], group: mx.distributed.Group, many: int) -> tuple[float, float]:
-    """Seconds for no rows, and for each, by the times of one row and of many."""
+    """Fixed seconds and seconds per row, from the times of one row and of many."""
     one_s, many_s = (_forward_s(collectives, group, number) for number in (1, many))
     each_s = max(0.0, many_s - one_s) / (many - 1)
     return max(0.0, one_s - each_s), each_s

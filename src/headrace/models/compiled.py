@@ -7,7 +7,6 @@ Such steps repeat the same operations; only arrays change.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, chain
 from typing import Any
@@ -17,15 +16,13 @@ import mlx.core as mx
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
 from headrace.lru_cache import LruCache
-from headrace.models.mixers.cuda_attention import AttentionLayers, CudaAttentionMixer
-from headrace.models.mixers.cuda_delta import CudaDeltaMixer, DeltaLayers
-from headrace.models.mixers.fused import KindInputs, LayerInputs, LayerIO, padded_size
-from headrace.models.step import PackedStep, Windows
+from headrace.models.mixers.cuda_attention import CudaAttentionMixer
+from headrace.models.mixers.cuda_delta import CudaDeltaMixer
+from headrace.models.padding import padded_size
+from headrace.models.step import CompiledLayers, KernelInputs, PackedStep, Table, Windows
 from headrace.state.layer import LayerKey
 
 FusedMixer = CudaAttentionMixer | CudaDeltaMixer
-FusedLayers = AttentionLayers | DeltaLayers
-"""Layers of a model whose mixers have the same tables. They start and continue in the same steps."""
 
 MOST_VARIANTS = 512
 """Compiled functions kept; the least recently used are dropped."""
@@ -36,24 +33,11 @@ MOST_TOKENS = 2048
 Body = Callable[[PackedStep, mx.array, mx.array | None, Sequence[mx.array]], list[mx.array]]
 """Computes a step from the step, its ids `[T]`, the picked tokens or None for all, and further arrays of T tokens."""
 
+_Layout = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
+"""Per kind of layers: the shapes of their tables, the number of arrays of all these layers, and `max_tokens`."""
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Padded sizes of a compiled variant.
-
-    num_picks: 0 if all tokens are picked. num_axes: of the array of positions. given_ids: the ids are on the device.
-    """
-
-    num_tokens: int
-    num_picks: int
-    num_axes: int
-    given_ids: bool
-
-
-_KindLayout = tuple[tuple[tuple[int, int, int], ...], int, tuple[int, ...]]
-_Layout = tuple[_KindLayout, ...]
-"""Per kind of layers: the tables they read, each as (index, rows, numbers in a row); the number of arrays of all these
-layers; and their constants."""
+_Sizes = tuple[int, int, int, bool]
+"""Tokens, picks (0 if all tokens are picked), and axes of positions, and whether the host knows the ids."""
 
 
 class CompiledSteps:
@@ -63,7 +47,10 @@ class CompiledSteps:
         """windows: of the mixers, in their order."""
         self._body = body
         self._kernels = kernels
-        self._kinds = _kinds(mixers, windows)
+        self._kinds: dict[tuple[type[FusedMixer], Any], dict[LayerKey, Any]] = {}
+        """Layers whose mixers have the same tables, by class and window."""
+        for (layer, mixer), window in zip(mixers.items(), windows, strict=True):
+            self._kinds.setdefault((type(mixer), window), {})[layer] = mixer
         self.num_new_variants = 0
         """Steps so far whose variant was new, or had been evicted."""
         self._variants: LruCache[Any, Callable[..., Any]] = LruCache(MOST_VARIANTS)
@@ -86,40 +73,44 @@ class CompiledSteps:
         others: `[1, T, …]`.
         variant: what else the body depends on.
         """
-        size = padded_size(step.spans)
-        if size.num_tokens > MOST_TOKENS or any(span.recorder is not None for span in step.spans):
+        size = padded_size(step.rows)
+        if size.num_tokens > MOST_TOKENS or any(row.recorder is not None for row in step.rows):
             return None
-        by_kind: list[KindInputs] = []
-        for layers in self._kinds.values():
-            inputs = layers.inputs(step)
+        by_kind: list[KernelInputs[Table]] = []
+        for (kind, window), mixers in self._kinds.items():
+            inputs = kind.kind_inputs(step, mixers, window, size)
             if inputs is None:
                 return None
             by_kind.append(inputs)
-        # the same object where a kind reads a table twice
-        tables = {id(table): table for inputs in by_kind for table in inputs.tables}
-        index_of = {identity: index for index, identity in enumerate(tables)}
-        layout = tuple([_layout_of(inputs, index_of) for inputs in by_kind])
+        layout = tuple(
+            [
+                (tuple([(len(table), len(table[0])) for table in each.tables]), len(each.arrays), each.max_tokens)
+                for each in by_kind
+            ]
+        )
         num_tokens = size.num_tokens
-        assert not isinstance(step.placed, mx.array)
+        assert not isinstance(step.host_positions, mx.array)
         num_missing = num_tokens - step.num_tokens
         known, num_picks = [step.num_tokens], 0
         if len(picks) < step.num_tokens:
             num_picks = -(-len(picks) // size.num_rows) * size.num_rows
             known += [*picks, *[0] * (num_picks - len(picks))]
-        for axis in step.placed.reshape(-1, step.num_tokens).tolist():
+        axes = step.host_positions.reshape(-1, step.num_tokens).tolist()
+        for axis in axes:
             known += [*axis, *[0] * num_missing]
+        given_ids = [_filled(ids, 0, num_tokens)] if isinstance(ids, mx.array) else []
         if not isinstance(ids, mx.array):
             known += [*ids, *[0] * num_missing]
-        for table in tables.values():
-            known += chain.from_iterable(table)
+        for inputs in by_kind:
+            for table in inputs.tables:
+                known += chain.from_iterable(table)
         numbers = to_device(known, mx.int32)
-        sizes = _Sizes(num_tokens, num_picks, step.placed.ndim, isinstance(ids, mx.array))
+        sizes = num_tokens, num_picks, len(axes), not given_ids
         run = self._variants.find((layout, sizes, variant), partial(self._new_variant, layout, sizes))
         arrays = [array for inputs in by_kind for array in inputs.arrays]
-        given_ids = [_filled(ids, 0, num_tokens)] if isinstance(ids, mx.array) else []
         outputs, of_kinds = run(numbers, arrays, given_ids, [_filled(each, 1, num_tokens) for each in others])
-        for layers, own in zip(self._kinds.values(), of_kinds, strict=True):
-            layers.keep_outputs(step, own)
+        for ((kind, window), mixers), own in zip(self._kinds.items(), of_kinds, strict=True):
+            kind.keep_outputs(step, mixers, window, own)
         results: list[mx.array] = outputs
         return results
 
@@ -142,34 +133,27 @@ class CompiledSteps:
 
         numbers: the number of real tokens, picks, positions, the ids if the host knows them, and the tables.
         """
-        lengths = {index: num_rows * width for read, *_ in layout for index, num_rows, width in read}
-        num_positions = sizes.num_tokens * (3 if sizes.num_axes > 1 else 1)
-        widths = [1, sizes.num_picks, num_positions, *[sizes.num_tokens] * (not sizes.given_ids)]
-        widths += [lengths[index] for index in range(len(lengths))]
-        ends = list(accumulate(widths))
+        num_tokens, num_picks, num_axes, knows_ids = sizes
+        widths = [1, num_picks, num_axes * num_tokens, *[num_tokens] * knows_ids]
+        widths += [num_rows * width for tables, *_ in layout for num_rows, width in tables]
+        ends = accumulate(widths)
         num_real, picks, positions, *rest = [
             numbers[end - width : end] for end, width in zip(ends, widths, strict=True)
         ]
-        ids, *tables = [*given_ids, *rest]
-        if sizes.num_axes > 1:
-            positions = positions.reshape(3, -1)
+        ids, *flat = [*given_ids, *rest]
+        if num_axes > 1:
+            positions = positions.reshape(num_axes, -1)
         inputs, start = {}, 0
-        for kind, (read, num_arrays, constants) in zip(self._kinds, layout, strict=True):
-            plans = [tables[index].reshape(-1, width) for index, _, width in read]
-            num_own = num_arrays // len(kind)
-            for layer in kind:
-                inputs[layer] = LayerInputs(plans, arrays[start : start + num_own], constants)
+        for mixers, (shapes, num_arrays, max_tokens) in zip(self._kinds.values(), layout, strict=True):
+            tables = [flat.pop(0).reshape(shape) for shape in shapes]
+            num_own = num_arrays // len(mixers)
+            for layer in mixers:
+                inputs[layer] = KernelInputs(tables, arrays[start : start + num_own], max_tokens)
                 start += num_own
-        layer_io = LayerIO(inputs, num_real)
-        step = PackedStep((), positions, self._kernels, layer_io)
-        outputs = self._body(step, ids, picks if sizes.num_picks else None, others)
-        return outputs, [[list(layer_io.outputs[layer]) for layer in kind] for kind in self._kinds]
-
-
-def _layout_of(inputs: KindInputs, index_of: Mapping[int, int]) -> _KindLayout:
-    """A kind's part of a `_Layout`. index_of: of tables, by their object's id."""
-    read = tuple([(index_of[id(table)], len(table), len(table[0])) for table in inputs.tables])
-    return read, len(inputs.arrays), inputs.constants
+        compiled = CompiledLayers(inputs, num_real)
+        step = PackedStep((), positions, self._kernels, compiled)
+        outputs = self._body(step, ids, picks if num_picks else None, others)
+        return outputs, [[list(compiled.outputs.get(layer, ())) for layer in mixers] for mixers in self._kinds.values()]
 
 
 def _filled(array: mx.array, axis: int, length: int) -> mx.array:
@@ -183,10 +167,3 @@ def _first_again(count: int, length: int) -> mx.array:
     found = to_device([*range(count), *[0] * (length - count)], mx.int32)
     mx.eval(found)
     return found
-
-
-def _kinds(mixers: Mapping[LayerKey, FusedMixer], windows: Windows) -> dict[tuple[LayerKey, ...], FusedLayers]:
-    kinds: dict[Any, dict[LayerKey, FusedMixer]] = {}
-    for (layer, mixer), window in zip(mixers.items(), windows, strict=True):
-        kinds.setdefault((type(mixer), window), {})[layer] = mixer
-    return {tuple(own): kind.together(own, window) for (kind, window), own in kinds.items()}

@@ -23,7 +23,7 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers, tqdm
 from headrace.cancellation import check_cancelled
 from headrace.errors import ModelError
 from headrace.models.hub import HTTP_ERROR, HubFile, Repository, cache_of, first_line, split_revision, unfinished
-from headrace.models.in_use import hold
+from headrace.models.in_use import mark_in_use
 
 _MOST_AT_ONCE = 4
 """Large files that are fetched at a time."""
@@ -42,7 +42,6 @@ _under_way: list[Download] = []
 
 
 def downloads() -> Sequence[Download]:
-    """Those that this process has under way."""
     return tuple(_under_way)
 
 
@@ -57,7 +56,7 @@ def fetch(repository: Repository) -> Path:
 
     A file gets its place in the snapshot when it is whole, weights after all others.
     """
-    hold(cache_of(repository.name))
+    mark_in_use(cache_of(repository.name))
     download = Download(repository, time.monotonic(), repository.fetched_bytes)
     _under_way.append(download)
     try:

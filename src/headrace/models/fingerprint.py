@@ -59,14 +59,12 @@ def fingerprint(
 
 
 def weights_digest(model: nn.Module) -> str:
-    """32 hex digits for a loaded model's weights."""
     digest = blake2b(digest_size=16)
     _add_weights(digest, model)
     return digest.hexdigest()
 
 
 def files_digest(directory: Path) -> str:
-    """32 hex digits for a checkpoint: see `add_files`."""
     digest = blake2b(digest_size=16)
     add_files(digest, directory)
     return digest.hexdigest()

@@ -51,12 +51,11 @@ class FusedLinear:
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x: `[…, input width]`; residual: what is added to the output, of the same shape."""
-        if self.has_adapters:
-            found = self._with_adapters(x, self._joined(x))
-            return found if residual is None else residual + found
-        if self._own is not None and self._group is None:
+        has_adapters = self.has_adapters
+        if self._own is not None and self._group is None and not has_adapters:
             return matmul.product(x, self._own, residual)
         found = self._joined(x)
+        found = self._with_adapters(x, found) if has_adapters else found
         return found if residual is None else residual + found
 
     def _joined(self, x: mx.array) -> mx.array:

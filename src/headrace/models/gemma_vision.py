@@ -170,7 +170,6 @@ class Gemma4Tower(VisionTower):
 
 
 def _joined(**modules: nn.Module) -> nn.Module:
-    """One module of several, named as in checkpoints."""
     whole = nn.Module()
     for name, module in modules.items():
         setattr(whole, name, module)

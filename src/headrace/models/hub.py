@@ -41,7 +41,7 @@ _COPY = "consolidated*"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """The map from tensors to files of weights."""
 
-_PATIENCE_S = 3.0
+_NEWER_TIMEOUT_S = 3.0
 """For the question whether there is a newer revision than the one that is here."""
 _TIMEOUT_S = 10.0
 
@@ -159,7 +159,7 @@ def find(name: str) -> Path | Repository:
     if copy is None:
         return ask(name)
     try:
-        repository = None if revision == copy.name else ask(name, _PATIENCE_S)
+        repository = None if revision == copy.name else ask(name, _NEWER_TIMEOUT_S)
     except (HTTP_ERROR, OSError) as error:
         if not constants.HF_HUB_OFFLINE:
             reason = first_line(error)

@@ -12,7 +12,7 @@ from pathlib import Path
 _held: dict[Path, int] = {}
 
 
-def hold(folder: Path) -> None:
+def mark_in_use(folder: Path) -> None:
     """Mark a folder as in use until this process ends, so that it is not `unused` elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder not in _held:

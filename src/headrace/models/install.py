@@ -1,4 +1,4 @@
-"""Installs adapters and our mixers on a loaded model, and takes them off again."""
+"""Replaces parts of a loaded model so that it runs packed steps, and puts them back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.kernels import Kernels
 from headrace.backend.rope import RopeAngles
-from headrace.models.adapters import Restore, Tap, TappedNorm, packed_attention, rebind, wrap_ropes, wrap_row_ropes
 from headrace.models.fused_linear import FusedHead, can_be_head
 from headrace.models.levels import Level, Levels, ModulePath, is_gated_delta, mixers_of
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
@@ -20,14 +20,15 @@ from headrace.models.mixers.cuda_layers import (
     MOE_LAYER,
     CudaMLP,
     CudaMoE,
-    SumNorm,
-    hand_residuals,
-    is_of_kernels,
+    FusedAddNorm,
+    fuse_residuals,
+    is_fused_layer,
     moe_parts,
 )
 from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.mixers.parts import attention_parts, mlp_parts
 from headrace.models.mixers.rowwise import FreshCache, RowwiseMixer, fresh_caches
+from headrace.models.patches import PackedRope, Restore, RowRope, Tap, TappedNorm, is_rope, packed_attention, rebind
 from headrace.models.positions import MropeSections
 from headrace.models.upstream import REPLACEMENTS
 from headrace.state.layer import LayerKey
@@ -48,7 +49,7 @@ LONE_LINEARS = ("lm_head", "fc")
 """Names of linears outside of layers: an output matrix, and a prediction head's input projection."""
 
 
-class Adapters:
+class Patches:
     """The replacements made on a loaded model; `restore` reverts them."""
 
     def __init__(self, model: Any, levels: Levels, kernels: Kernels, sections: MropeSections | None) -> None:
@@ -64,6 +65,7 @@ class Adapters:
         self._restores: list[Restore] = []
         self._sections = sections
         self._angles = RopeAngles()
+        self.has_axes = sections is not None
         if Level.WHOLE in levels.values():
             return
         fresh_cache = fresh_caches(lambda: make_prompt_cache(model))
@@ -89,50 +91,48 @@ class Adapters:
             for path in _paths_where(lambda module: isinstance(module, MOE_LAYER), model):
                 if (experts := moe_parts(path.module)) is not None:
                     self._replace(path, CudaMoE(path.module, experts))
-            self._hand_residuals(model)
+            self._fuse_residuals(model)
         around = {**REPLACEMENTS, **kernels.replacements}
         self._restores += [rebind(module, around) for module in _users_of(around, model)]
-        self._tap_final_norm(model)
-
-    @property
-    def has_axes(self) -> bool:
-        return self._sections is not None
+        if (last := _final_norm(model)) is not None:
+            self._replace(last, TappedNorm(last.module, self.tap))
+            self.is_tapped = True
 
     def _install(self, path: ModulePath, level: Level, fresh_cache: FreshCache) -> None:
         if level is Level.ADAPTER:
-            attention = {"scaled_dot_product_attention": packed_attention}
-            self._restores += [wrap_ropes(path.module, self._sections, self._angles), rebind(path.module, attention)]
+            for name, child in list(path.module.children().items()):
+                if is_rope(child):
+                    packed_rope = PackedRope(child, self._sections, self._angles)
+                    self._replace(ModulePath(path.module, name, child), packed_rope)
+            self._restores.append(rebind(path.module, {"scaled_dot_product_attention": packed_attention}))
         elif level is Level.PACKED:
             self._replace(path, GatedDeltaMixer(path.module))
         else:
-            ropes, restore = wrap_row_ropes(path.module)
-            self._restores.append(restore)
+            # a rope is a module without weights that takes an offset
+            paths = _paths_where(lambda one: is_rope(one) and not tree_flatten(one.parameters()), path.module)
+            ropes = [RowRope(each.module) for each in paths]
+            for each, rope in zip(paths, ropes, strict=True):
+                self._replace(each, rope)
             self._replace(path, RowwiseMixer(path.module, fresh_cache, ropes))
 
     def _replace(self, path: ModulePath, mixer: nn.Module) -> None:
         setattr(path.parent, path.name, mixer)
         self._restores.append(lambda: setattr(path.parent, path.name, path.module))
 
-    def _hand_residuals(self, model: Any) -> None:
+    def _fuse_residuals(self, model: Any) -> None:
         for layer, following in zip(model.layers, [*model.layers[1:], None], strict=True):
-            if is_of_kernels(layer):
-                behind = _final_norm(model) if following is None else _norm_of(following, "input_layernorm")
-                inner = self._with_sum(_norm_of(layer, "post_attention_layernorm"))
-                self._restores.append(hand_residuals(layer, inner, self._with_sum(behind)))
+            if is_fused_layer(layer):
+                last = _final_norm(model) if following is None else _norm_of(following, "input_layernorm")
+                after_mixer = self._with_sum(_norm_of(layer, "post_attention_layernorm"))
+                self._restores.append(fuse_residuals(layer, after_mixer, self._with_sum(last)))
 
-    def _with_sum(self, path: ModulePath | None) -> SumNorm | None:
-        """A norm that includes the sum before it, replacing one of a supported kind."""
+    def _with_sum(self, path: ModulePath | None) -> FusedAddNorm | None:
+        """Replace a norm of a supported kind by one that includes the sum before it."""
         if path is None or type(path.module) is not nn.RMSNorm:
             return None
-        norm = SumNorm(path.module)
+        norm = FusedAddNorm(path.module)
         self._replace(path, norm)
         return norm
-
-    def _tap_final_norm(self, model: Any) -> None:
-        path = _final_norm(model)
-        if path is not None:
-            self._replace(path, TappedNorm(path.module, self.tap))
-            self.is_tapped = True
 
     def restore(self) -> None:
         while self._restores:

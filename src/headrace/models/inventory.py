@@ -1,4 +1,4 @@
-"""The models on this machine: inside the package, in Headrace's folder, and in Hugging Face's cache. Imports no MLX."""
+"""The models on this machine: inside the package, in Headrace's folder, and in Hugging Face's cache."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _described(name: str, place: Place, folder: Path, num_bytes: int, used: floa
 
 
 def kind_of(files: ModelFiles) -> str:
-    """What a model is for, in a word, as far as its small files and its name say."""
+    """One word for a model's purpose, by its small files and its name."""
     if files.recipe is not None:
         return "embedding" if files.recipe.traits.task == "embed" else "reranker"
     if (purpose := purpose_by_name(files.name)) is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from headrace.models.adapters import is_rope, takes
+from headrace.models.patches import is_rope, takes
 from headrace.models.step import Windows
 from headrace.models.vlm import VlmWrapper
 from headrace.state.module import caches_in
@@ -41,8 +41,6 @@ Levels = Mapping[type[nn.Module], Level]
 
 @dataclass(frozen=True, slots=True)
 class ModulePath:
-    """Where a module is in the module tree."""
-
     parent: nn.Module
     name: str
     module: nn.Module

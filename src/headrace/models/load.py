@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from headrace.backend.cuda.shapes import DeltaHeads
 from headrace.backend.device import Device
-from headrace.backend.gated_delta import library_pays
+from headrace.backend.gated_delta import is_library_faster
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.collectives import Collective, collectives_of
@@ -27,7 +27,7 @@ from headrace.models.sharding import is_sharded, shard
 from headrace.models.source import CONTEXT_FIELDS, ModelFiles, weights_bytes
 from headrace.models.stored_files import check_files, norms_contradiction
 from headrace.models.vlm import load_vlm, runs_whole
-from headrace.models.weights import Loaded, has_text_model, hold, load_weights
+from headrace.models.weights import Loaded, has_text_model, load_weights, set_precision
 from headrace.types.model import TokenIds
 
 logger = logging.getLogger(__name__)
@@ -83,20 +83,20 @@ def load(
     Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
     kernels = replace(Kernels(numerics, device.kind), fuses_attention=fuses_attention)
-    loading = _Loading(files, kernels, self_check, device, tokens)
+    loader = _Loader(files, kernels, self_check, device, tokens)
     if quantization is not None:
         if files.recipe is not None:
             raise ModelError(f"--quantize: {files.name} writes no text, and is served as stored")
         if whole_vlm and runs_whole(files):
             raise ModelError(f"--quantize: {files.name} runs whole; --vision off serves its text part, quantised")
-        return _load_quantized(loading, quantization, dtype)
+        return _load_quantized(loader, quantization, dtype)
     read = load_weights if files.recipe is None else load_trunk
     if group is not None:
         read = partial(_load_part, group)
     if not (whole_vlm and runs_whole(files)):
-        return loading.run(read, dtype)
+        return loader.run(read, dtype)
     try:
-        loaded = loading.run(load_vlm, dtype)
+        loaded = loader.run(load_vlm, dtype)
         check_pictures(loaded.packed.model, files, loaded.precision)
     except ModelError as error:
         if not has_text_model(files):
@@ -105,13 +105,13 @@ def load(
         logger.warning("%s", refusal)
     else:
         return loaded
-    loaded = loading.run(read, dtype)
+    loaded = loader.run(read, dtype)
     return replace(loaded, report=(*loaded.report, refusal))
 
 
-def _load_quantized(loading: _Loading, wanted: Quantization, dtype: str) -> LoadedModel:
+def _load_quantized(loader: _Loader, wanted: Quantization, dtype: str) -> LoadedModel:
     """The quantised model; at its first start after the original's self-check."""
-    files, device = loading.files, loading.device
+    files, device = loader.files, loader.device
     refuse_quantised(files)
     # on a CPU quantised weights stay so, and all else is in float32
     around = ("float32" if device.kind == "cpu" else "stored") if dtype == "auto" else dtype
@@ -119,7 +119,7 @@ def _load_quantized(loading: _Loading, wanted: Quantization, dtype: str) -> Load
     if found is None:
         expected = None
         if weights_bytes(files.directory) < device.memory_bytes * device.share(None):
-            original = loading.run(load_weights, dtype, wanted.sample)
+            original = loader.run(load_weights, dtype, wanted.sample)
             expected, checked = original.sample_logits, f"; of the original: {original.report[-1]}"
             del original  # memory has room for one
             gc.collect()
@@ -128,7 +128,7 @@ def _load_quantized(loading: _Loading, wanted: Quantization, dtype: str) -> Load
         if expected is not None:
             found = replace(found, distance=distance(expected, sample_logits(found.loaded.model, wanted.sample)))
         found = keep(files, wanted, around, found)
-    loaded = loading.run(lambda _: found.loaded, "stored")
+    loaded = loader.run(lambda _: found.loaded, "stored")
     measured = "distance from the original not measured" if found.distance is None else str(found.distance)
     line = f"quantised: to {wanted.form} when loaded, {found.place}{checked}; {measured}"
     return replace(loaded, dtype=around, report=(*loaded.report, line))
@@ -148,7 +148,7 @@ def _load_part(group: mx.distributed.Group, files: ModelFiles) -> Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loading:
+class _Loader:
     files: ModelFiles
     kernels: Kernels
     self_check: bool
@@ -179,7 +179,7 @@ class _Loading:
 
     def _finish(self, loaded: Loaded, dtype: str, started: float, sample: Sequence[int]) -> LoadedModel:
         files, device, kernels = self.files, self.device, self.kernels
-        precision_line = hold(loaded.model, dtype, device.kind, device.memory_bytes)
+        precision_line = set_precision(loaded.model, dtype, device.kind, device.memory_bytes)
         try:
             logits = loaded.model(mx.array([[0]]))  # of the activations' type, as wide as the weights
             mx.eval(logits)
@@ -231,7 +231,7 @@ def _scans_by_library(model: Any) -> bool:
     inner = next((path.module for path in mixers_of(model) if levels.get(type(path.module)) is Level.PACKED), None)
     if inner is None:
         return False
-    return library_pays(DeltaHeads.of(inner), inner.conv1d.weight.dtype)
+    return is_library_faster(DeltaHeads.of(inner), inner.conv1d.weight.dtype)
 
 
 def _default_context(model: Any) -> int | None:

@@ -31,7 +31,6 @@ BASE = 0
 
 
 def output_width(module: Any) -> int:
-    """Of a linear, or an embedding's rows."""
     return _width(module) if type(module) in EMBEDDINGS else int(module.weight.shape[-2])
 
 
@@ -200,17 +199,17 @@ class Loras:
             names = {"step": self._step}
             self._classes.append((module, type(module), type(type(module).__name__, (LoraSwitch, type(module)), names)))
 
-    def step(self, rows: Sequence[tuple[int, int]], picks: Sequence[int]) -> AbstractContextManager[None]:
+    def step(self, by_token: Sequence[int], picks: Sequence[int]) -> AbstractContextManager[None]:
         """Inside, modules are changed for a step's tokens.
 
-        rows: each one's slot and number of tokens. picks: of the packed tokens whose logits are wanted.
+        by_token: each packed token's slot. picks: the tokens whose logits are wanted.
         """
-        tokens = LoraTokens(rows)
+        tokens = LoraTokens(by_token)
         return self._changed(tokens, tokens.at(picks))
 
     def row(self, slot: int) -> AbstractContextManager[None]:
         """Inside, modules get tokens of one row only: of modules, or models, that run row by row."""
-        tokens = LoraTokens(((slot, 1),))
+        tokens = LoraTokens((slot,))
         return self._changed(tokens, tokens)
 
     @contextmanager

@@ -48,36 +48,32 @@ Arrange = Callable[[mx.array], mx.array]
 class LoraTokens:
     """The adapters of a step's tokens, by slot."""
 
-    def __init__(self, runs: Sequence[tuple[int, int]], arrange: Arrange = lambda slots: slots) -> None:
-        """runs: (slot, number of tokens), in the order of the tokens. arrange: gives their slots a module's order."""
-        self._runs = runs
+    def __init__(self, by_token: Sequence[int], arrange: Arrange = lambda slots: slots) -> None:
+        """by_token: each one's slot. arrange: gives the slots a module's order."""
+        self._by_token = by_token
         self._arrange = arrange
-        self.slots = frozenset([slot for slot, _ in runs])
+        self.slots = frozenset(by_token)
         self._found: dict[Hashable, mx.array] = {}
 
     def arranged(self, arrange: Arrange) -> LoraTokens:
-        """As a module gets them whose output is `[…, 1, width]`; arrange: of the slots `[T]` those of its inputs."""
-        return LoraTokens(self._runs, arrange)
+        """For a module with an output `[…, 1, width]`; arrange: slots `[T]` to those of its inputs."""
+        return LoraTokens(self._by_token, arrange)
 
     def at(self, indices: Sequence[int]) -> LoraTokens:
         """Those of some of the tokens."""
-        slots = self._by_token()
-        return LoraTokens([(slots[index], 1) for index in indices])
+        return LoraTokens([self._by_token[index] for index in indices])
 
     def cached(self, key: Hashable, make: Callable[[mx.array], mx.array]) -> mx.array:
         """What `make` gives for the tokens' slots `[T]`, made once for all modules that need the same."""
         if key not in self._found:
             if None not in self._found:
-                self._found[None] = self._arrange(to_device(self._by_token(), mx.int32))
+                self._found[None] = self._arrange(to_device(self._by_token, mx.int32))
             self._found[key] = make(self._found[None])
         return self._found[key]
 
-    def _by_token(self) -> list[int]:
-        return [slot for slot, count in self._runs for _ in range(count)]
-
 
 class LoraTable:
-    """All adapters' weights for one module one below the other, so that a step multiplies by them together."""
+    """All adapters' weights for one module, stacked so that a step multiplies by them together."""
 
     def __init__(self, parts: Sequence[tuple[int, LoraWeights]]) -> None:
         """parts: by slot, ascending, at least one."""
@@ -103,7 +99,6 @@ class LoraTable:
         return LoraWeights(self._a[..., lo:hi, :], self._b[..., lo:hi, :], gain, offset)
 
     def _range(self, first: int, last: int) -> tuple[int, int]:
-        """Rows of the slots from first to last."""
         return self._ends[first] - self._parts[self.slots.index(first)].rank, self._ends[last]
 
     @property
@@ -148,14 +143,14 @@ class LoraTable:
         return y
 
     def _row_numbers(self, slots: mx.array) -> mx.array:
-        """Of each token's adapter in `_gains` and `_offsets`; 0 for tokens without one here."""
+        """Each token's row in `_gains` and `_offsets`; 0 without an adapter here."""
         own = slots[:, None] == to_device(self.slots, mx.int32)
         numbers = to_device(range(1, len(self.slots) + 1), mx.int32)
         return mx.sum(mx.where(own, numbers, 0), axis=1)
 
 
 def _rows(arrays: Sequence[mx.array | None], neutral: Callable[[mx.array], mx.array]) -> mx.array | None:
-    """The arrays one below the other behind a neutral one, which replaces missing ones; None if all are missing."""
+    """The arrays stacked after a neutral one, which also replaces missing ones; None if all are missing."""
     like = next((array for array in arrays if array is not None), None)
     if like is None:
         return None

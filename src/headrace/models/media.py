@@ -11,9 +11,9 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from headrace.models.adapters import Restore, override_forward
+from headrace.models.patches import Restore, override_forward
 from headrace.models.positions import TokenPositions
-from headrace.models.step import NO_SPANS, BidirectionalSpans
+from headrace.models.step import NO_SPANS, BidirectionalSpans, Row
 from headrace.models.vision_tower import MediaEmbeddings
 from headrace.types.media import Bidirectional, MediaInput, PromptMedia
 
@@ -78,27 +78,35 @@ def media_positions(media: PromptMedia, start: int, end: int) -> npt.NDArray[np.
     return positions
 
 
-def row_at(positions: TokenPositions, start: int, end: int) -> RowMedia:
-    """The given positions of a sequence's computed tokens `start` to `end`; the sequence has no media."""
-    return RowMedia(np.broadcast_to(positions.at(start, end), (3, end - start)))
-
-
 def entry_at(positions: TokenPositions, start: int, end: int) -> RowMedia:
-    """The same for a prediction head, which reads each token at the position of the one before it."""
-    return row_at(positions, start - 1, end - 1)
+    """For a prediction head, which reads each token at the position of the one before it."""
+    return RowMedia(_on_all_axes(positions.at(start - 1, end - 1)))
 
 
-def packed_positions(rows: Sequence[tuple[int, int, RowMedia | None]]) -> npt.NDArray[np.int32]:
-    """Positions of rows of `num_tokens` tokens from `start` on: `[T]`, or `[3, T]` if the axes differ anywhere."""
-    if all(media is None for _, _, media in rows):
-        steps = [np.arange(start, start + num_tokens, dtype=np.int32) for start, num_tokens, _ in rows]
-        return np.concatenate(steps)
-    parts = []
-    for start, num_tokens, media in rows:
-        plain = np.arange(start, start + num_tokens, dtype=np.int32)
-        parts.append(np.broadcast_to(plain, (3, num_tokens)) if media is None else media.positions)
+def packed_positions(rows: Sequence[Row], shift: int = 0) -> npt.NDArray[np.int32]:
+    """Positions of packed rows: `[T]`, or `[3, T]` if the axes differ anywhere.
+
+    shift: added to the indices of tokens where neither their media nor the row give positions.
+    """
+    given = [_given_positions(row) for row in rows]
+    plain = [np.arange(row.start + shift, row.end + shift, dtype=np.int32) for row in rows]
+    if all(each is None for each in given):
+        return np.concatenate(plain)
+    parts = [_on_all_axes(own) if each is None else each for own, each in zip(plain, given, strict=True)]
     positions = np.concatenate(parts, axis=1)
     return positions if (positions != positions[0]).any() else positions[0]
+
+
+def _given_positions(row: Row) -> npt.NDArray[np.int32] | None:
+    if row.positions is None:
+        return None if row.media is None else row.media.positions
+    if row.media is not None:
+        raise ValueError("a row has positions from its media or given ones, not both")
+    return _on_all_axes(row.positions.at(row.start, row.end))
+
+
+def _on_all_axes(positions: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    return np.broadcast_to(positions, (3, len(positions)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,14 +139,14 @@ class StepMedia:
         return mx.concatenate([*parts, background[end:]])
 
 
-def step_media(rows: Sequence[tuple[int, RowMedia | None]]) -> StepMedia | None:
-    spans: list[EmbeddedSpan] = []
-    lo = 0
-    for num_tokens, media in rows:
-        for span in media.spans if media is not None else ():
-            spans.append(EmbeddedSpan(lo + span.lo, lo + span.hi, span.embeddings))
-        lo += num_tokens
-    return StepMedia(tuple(spans), lo) if spans else None
+def step_media(rows: Sequence[Row]) -> StepMedia | None:
+    spans = [
+        EmbeddedSpan(row.lo + span.lo, row.lo + span.hi, span.embeddings)
+        for row in rows
+        if row.media is not None
+        for span in row.media.spans
+    ]
+    return StepMedia(tuple(spans), rows[-1].hi) if spans else None
 
 
 class Deepstack:

@@ -19,14 +19,14 @@ from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer
 from headrace.backend.transfer import to_device
 from headrace.errors import ModelError
 from headrace.models.compiled import CompiledSteps
-from headrace.models.install import Adapters
+from headrace.models.install import Patches
 from headrace.models.levels import choose_levels
-from headrace.models.media import RowMedia, packed_positions, step_media
+from headrace.models.media import packed_positions, step_media
 from headrace.models.mtp_weights import HeadWeights
 from headrace.models.packed import PackedModel
 from headrace.models.positions import find_sections
-from headrace.models.step import PackedStep, RowSpan, View
-from headrace.models.weights import hold, listed, parameters_of, quantise_as_stored
+from headrace.models.step import PackedStep, Row, View
+from headrace.models.weights import listed, parameters_of, quantise_as_stored, set_precision
 from headrace.state.hidden import HiddenState
 from headrace.state.sequence import SequenceState
 
@@ -53,20 +53,6 @@ class HeadModule(nn.Module):
         return output
 
 
-@dataclass(slots=True)  # not frozen, as `RowSpan`
-class HeadEntries:
-    """The tokens of one sequence that the head processes next: `start` and following.
-
-    media: embeddings among these tokens, and the positions of the hidden rows before them; None in a sequence without
-    media.
-    """
-
-    state: SequenceState
-    start: int
-    token_ids: Sequence[int]
-    media: RowMedia | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class HeadOutputs:
     """Of each row's last entry, not evaluated: what goes on as the next entry's hidden row, `[R, hidden]`, and logits
@@ -87,13 +73,12 @@ class MtpHead:
         self.report = report
         self._trunk = trunk
         self._kernels = trunk.kernels
-        self._adapters = Adapters(module, choose_levels(module), trunk.kernels, find_sections(trunk.model))
-        fused = dict(zip([trunk.head_key], self._adapters.fused.values(), strict=False))
+        self._patches = Patches(module, choose_levels(module), trunk.kernels, find_sections(trunk.model))
+        fused = dict(zip([trunk.head_key], self._patches.fused.values(), strict=False))
         self._compiled = CompiledSteps(self._body, fused, (None,), trunk.kernels) if fused else None
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it reads a few tokens a row as one compiled function."""
         return self._compiled is not None
 
     @property
@@ -105,27 +90,23 @@ class MtpHead:
         return state.layer(self._trunk.hidden_key, HiddenState)
 
     def read(
-        self, entries: Sequence[HeadEntries], hidden: mx.array, ids: mx.array | None = None, *, launch: bool = True
+        self, rows: Sequence[Row], hidden: mx.array, ids: mx.array | None = None, *, launch: bool = True
     ) -> HeadOutputs:
-        """Read the entries of all rows in one packed step.
+        """Read tokens of all rows, from each one's `start` on, in one packed step. Their media are those of the tokens,
+        at the positions of the hidden states before them.
 
-        hidden: the trunk's row before each token, `[1, T, hidden]`.
+        hidden: the trunk's state before each token, `[1, T, hidden]`.
         ids: the tokens `[T]` where they are on the device only; then only the number of the rows' `token_ids` counts.
         launch: not if the outputs, or what is made of them, are launched before anything else is done with the rows.
         """
-        spans: list[RowSpan] = []
         tokens: list[int] = []
-        placed: list[tuple[int, int, RowMedia | None]] = []
-        for one in entries:
-            one.state.full_attention(self._trunk.head_key, first=1)
-            lo, num_tokens = len(tokens), len(one.token_ids)
-            spans.append(RowSpan(one.state, lo, lo + num_tokens, one.start, num_tokens))
-            # an entry is rotated by the position of its hidden row
-            placed.append((one.start - 1, num_tokens, one.media))
-            tokens += one.token_ids
-        step = PackedStep(tuple(spans), packed_positions(placed), self._kernels)
-        picks = [span.hi - 1 for span in spans]
-        media = step_media([(num_tokens, media) for _, num_tokens, media in placed])
+        for row in rows:
+            row.state.full_attention(self._trunk.head_key, first=1)
+            row.pack(len(tokens), row.start, len(row.token_ids))
+            tokens += row.token_ids
+        # each token is rotated by the position of its hidden state
+        step = PackedStep(rows, packed_positions(rows, shift=-1), self._kernels)
+        picks, media = [row.hi - 1 for row in rows], step_media(rows)
         found = None
         if media is None and self._compiled is not None:
             found = self._compiled.run(step, tokens if ids is None else ids, picks, (hidden,))
@@ -135,7 +116,7 @@ class MtpHead:
             embeddings = embeddings if media is None else media.embeddings(embeddings)
             found = self._outputs(step, embeddings, to_device(picks, mx.int32), hidden)
         outputs = HeadOutputs(*(array if array.shape[0] == len(picks) else array[: len(picks)] for array in found))
-        if launch and self._adapters.writes_in_place:
+        if launch and self._patches.writes_in_place:
             # the head's keys and values are needed even where its output is not
             mx.async_eval(outputs.rows)
         return outputs
@@ -149,7 +130,7 @@ class MtpHead:
     def _outputs(
         self, step: PackedStep, embeddings: mx.array, picks: mx.array | None, hidden: mx.array
     ) -> list[mx.array]:
-        with self._adapters.tap.picking(picks):
+        with self._patches.tap.picking(picks):
             rows = self.module(embeddings, hidden, View(step, self._trunk.head_key, None)).squeeze(0)
         return [rows, self._trunk.project(rows[None])]
 
@@ -175,7 +156,7 @@ def load_head(trunk: PackedModel, weights: HeadWeights, dtype: str, device: str,
     except ValueError as error:
         raise ModelError(f"the prediction head in {weights.origin} doesn't fit this model: {error}") from error
     module.eval()
-    line = hold(module, dtype, device, memory_bytes).removeprefix("weights: ")
+    line = set_precision(module, dtype, device, memory_bytes).removeprefix("weights: ")
     return MtpHead(trunk, module, f"{weights.origin}, {line}, {weights.conventions}")
 
 

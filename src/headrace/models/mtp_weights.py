@@ -23,9 +23,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from headrace.errors import ConfigError, ModelError
 from headrace.models.hub import WEIGHTS_INDEX, hub_errors
 from headrace.models.source import ModelFiles, read_files
-
-SIDECARS = ("model-mtp.safetensors", "mtp.safetensors", "mtp/*.safetensors")
-"""Files beside a checkpoint's own, as patterns."""
+from headrace.models.weights import SIDECARS, read_tensors, shards, sidecars
 
 PREFIX = "mtp."
 """Names of the head's tensors in a checkpoint, after the language model's prefix."""
@@ -113,26 +111,6 @@ def refuse_other_forms(tensors: Mapping[str, mx.array], origin: str, config: Map
         raise ModelError(f"the prediction head in {origin} has its own embeddings, which are not supported")
 
 
-def sidecars(directory: Path) -> list[Path]:
-    return [file for pattern in SIDECARS for file in sorted(directory.glob(pattern))]
-
-
-def shards(directory: Path) -> list[Path]:
-    """A checkpoint's files of weights, without sidecars."""
-    named = {file.name for file in sidecars(directory)}
-    return [file for file in sorted(directory.glob("model*.safetensors")) if file.name not in named]
-
-
-def read_tensors(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """A file's tensors by name, and its metadata; numbers are read when they are used. Raises ModelError."""
-    try:
-        loaded: Any = mx.load(str(file), return_metadata=True)
-    except (RuntimeError, ValueError) as error:
-        raise ModelError(f"{file} can't be read: {error}") from error
-    tensors, metadata = loaded
-    return tensors, metadata
-
-
 def _head_tensors(file: Path, is_sidecar: bool) -> dict[str, mx.array]:
     """The head's tensors in a file. Those of a sidecar may come without the prefix."""
     tensors, _ = read_tensors(file)
@@ -208,7 +186,7 @@ _QUANTISED = (".scales", ".weight_scale", ".weight_scale_inv", ".qweight", ".wei
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """The result. shards: the source files."""
+    """shards: the source files."""
 
     file: Path
     shards: tuple[str, ...]
@@ -299,7 +277,6 @@ def _refuse_useless(source: str, head: Mapping[str, mx.array]) -> None:
 
 
 def _write(target: Path, tensors: Mapping[str, mx.array], is_centred: bool) -> None:
-    """Atomically."""
     metadata = {"format": "mlx", **({NORMS_KEY: ZERO_CENTRED} if is_centred else {})}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

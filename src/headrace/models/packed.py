@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -16,42 +16,22 @@ from headrace.backend.cuda.shapes import LONGEST_WINDOW
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
 from headrace.errors import ModelError
-from headrace.models.adapters import views_of
 from headrace.models.compiled import CompiledSteps
-from headrace.models.install import Adapters
+from headrace.models.install import Patches
 from headrace.models.levels import Level, Levels, positions_refusal, windows_of
 from headrace.models.lora import BASE, Loras
-from headrace.models.media import Deepstack, RowMedia, StepMedia, packed_positions, row_at, step_media
+from headrace.models.media import Deepstack, StepMedia, packed_positions, step_media
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.rowwise import run_rows
-from headrace.models.positions import TokenPositions, find_sections
+from headrace.models.patches import views_of
+from headrace.models.positions import find_sections
 from headrace.models.sharding import gathered
-from headrace.models.step import NO_SPANS, PackedStep, QueryRecorder, RowSpan
+from headrace.models.step import PackedStep, Row
 from headrace.models.vlm import VlmWrapper
 from headrace.state.hidden import HiddenState
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
 from headrace.types.model import TokenIds
-
-
-@dataclass(slots=True)  # not frozen: that takes five times as long to make, for each row of each step
-class Row:
-    """One sequence's tokens in a step; the state's window is open and as long as they are.
-
-    media: of these tokens; None in a sequence without media.
-    positions: of the sequence's tokens; None if each one's is its index among the computed ones.
-    recorder: records queries of the tokens whose logits are wanted; only for rows without drafts.
-    has_known_ids: whether `token_ids` holds even where a step's ids are given on the device.
-    adapter: its slot among `PackedModel.loras`.
-    """
-
-    state: SequenceState
-    token_ids: Sequence[int]
-    media: RowMedia | None = None
-    positions: TokenPositions | None = None
-    recorder: QueryRecorder | None = None
-    has_known_ids: bool = False
-    adapter: int = BASE
 
 
 class PackedModel:
@@ -68,17 +48,17 @@ class PackedModel:
         """Why rows can't have given positions; None if they can."""
         self._windows = windows_of(model)
         self.loras = Loras(model)
-        self._adapters = Adapters(model, levels, kernels, find_sections(model))
+        self._patches = Patches(model, levels, kernels, find_sections(model))
         self._deepstack = Deepstack(model.layers)
         self._is_whole = Level.WHOLE in levels.values()
-        fused = self._adapters.fused
+        fused = self._patches.fused
         self._compiled = CompiledSteps(self._body, fused, self._windows, kernels) if fused else None
         self._num_ids: int | None = None
         self._is_token: mx.array | None = None
 
     @property
     def layer_lines(self) -> tuple[str, ...]:
-        replaced = self._adapters.replaced
+        replaced = self._patches.replaced
         levels = (
             f"{one.__name__}: {'kernels' if one in replaced else level.value}" for one, level in self.levels.items()
         )
@@ -97,7 +77,7 @@ class PackedModel:
         Returns logits `[len(picks), num_ids]`, not evaluated; the states' windows are then written.
         """
         logits = self.graph(rows, picks, ids)
-        if self._adapters.writes_in_place:
+        if self._patches.writes_in_place:
             # even if the caller needs no logits: only they depend on what the last layers write
             mx.async_eval(logits)
         return logits
@@ -113,7 +93,7 @@ class PackedModel:
     def graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
         """As `forward`, but not launched as a whole: evaluate the logits before anything else is done with the rows."""
         if self._compiled is not None and not _has_adapters(rows):
-            are_windows = [_is_window(row) for row in rows]
+            are_windows = [row.is_window and row.recorder is None for row in rows]
             if any(are_windows) and not all(are_windows):
                 return self._in_two(rows, are_windows, picks, ids)
         return self._graph(rows, picks, ids)
@@ -147,12 +127,12 @@ class PackedModel:
         step = self._pack(rows, picks)
         if step.loras is None:
             return self._graph_of(step, rows, picks, ids)
-        with step.loras.step([(span.adapter, span.num_tokens) for span in step.spans], picks):
+        with step.loras.step([row.adapter for row in rows for _ in row.token_ids], picks):
             return self._graph_of(step, rows, picks, ids)
 
     def _graph_of(self, step: PackedStep, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None) -> mx.array:
         tokens = [token for row in rows for token in row.token_ids]
-        tap, media = self._adapters.tap, step_media([(len(row.token_ids), row.media) for row in rows])
+        tap, media = self._patches.tap, step_media(rows)
         logits = None
         if self._compiled is not None and step.loras is None and media is None:
             logits = self._compiled_logits(self._compiled, step, rows, tokens if ids is None else ids, picks)
@@ -165,7 +145,7 @@ class PackedModel:
                 rows_alone = run_rows(self.model, lambda: make_prompt_cache(self.model), step, inputs)
                 return self._of_tokens(rows_alone[wanted])
             logits = self._logits(step, media, ids, wanted)
-            logits = logits if self._adapters.is_tapped else logits[wanted]
+            logits = logits if self._patches.is_tapped else logits[wanted]
         if tap.hidden is not None:
             self._hand_to_head(step, tap.hidden)
             tap.hidden = None
@@ -183,7 +163,7 @@ class PackedModel:
         Without a call to MLX if nothing is: each gives other threads the interpreter, and waits to get it back.
         """
         states = self.unevaluated(rows)
-        if states or not self._adapters.writes_in_place:
+        if states or not self._patches.writes_in_place:
             mx.async_eval(logits, states)
         return states
 
@@ -197,7 +177,7 @@ class PackedModel:
 
     def _logits(self, step: PackedStep, media: StepMedia | None, ids: mx.array, picks: mx.array) -> mx.array:
         try:
-            with self._adapters.tap.picking(picks):
+            with self._patches.tap.picking(picks):
                 views, embeddings = views_of(step, self._windows), {}
                 if media is not None:
                     self._deepstack.set(media.deep())
@@ -216,9 +196,9 @@ class PackedModel:
         ids: Sequence[int] | mx.array,
         picks: Sequence[int],
     ) -> mx.array | None:
-        tap = self._adapters.tap
+        tap = self._patches.tap
         # logits of all tokens of windows: steps with fewer would be further variants
-        takes_all = all(map(_is_window, rows))
+        takes_all = all(row.is_window for row in rows)
         taken = range(step.num_tokens) if takes_all else picks
         found = compiled.run(step, ids, taken, variant=(tap.keeps_hidden, tap.is_normed))
         if found is None:
@@ -233,32 +213,25 @@ class PackedModel:
         self, step: PackedStep, ids: mx.array, picks: mx.array | None, others: Sequence[mx.array]
     ) -> list[mx.array]:
         """Logits, and the hidden rows if they are kept, of a step that is being compiled."""
-        tap = self._adapters.tap
+        tap = self._patches.tap
         with tap.picking(picks):
             logits = self.model(ids[None], cache=views_of(step, self._windows)).squeeze(0)
         hidden, tap.hidden = tap.hidden, None
         return [logits] if hidden is None else [logits, hidden]
 
     def _pack(self, rows: Sequence[Row], picks: Sequence[int]) -> PackedStep:
-        spans: list[RowSpan] = []
         lo = 0
         for row in rows:
-            hi, state = lo + len(row.token_ids), row.state
-            picked = () if row.recorder is None else tuple(pick for pick in picks if lo <= pick < hi)
-            if row.recorder is not None and picked:
-                row.recorder.begin()
-            bidirectional = NO_SPANS if row.media is None else row.media.bidirectional_spans
-            spans.append(
-                RowSpan(
-                    *(state, lo, hi, state.length, state.num_certain, row.positions, row.recorder, picked),
-                    bidirectional,
-                    row.adapter,
-                )
-            )
-            lo = hi
-        placed = [(row.state.length, len(row.token_ids), _placed(row)) for row in rows]
+            row.pack(lo, row.state.length, row.state.num_certain)
+            lo = row.hi
+            if row.media is not None:
+                row.bidirectional = row.media.bidirectional_spans
+            if row.recorder is not None:
+                row.picks = tuple(pick for pick in picks if row.lo <= pick < row.hi)
+                if row.picks:
+                    row.recorder.begin()
         loras = self.loras if _has_adapters(rows) else None
-        return PackedStep(tuple(spans), packed_positions(placed), self.kernels, loras=loras)
+        return PackedStep(rows, packed_positions(rows), self.kernels, loras=loras)
 
     @property
     def largest_window(self) -> int:
@@ -269,7 +242,7 @@ class PackedModel:
     @property
     def most_drafts(self) -> int:
         """The most draft tokens of a row: tables of running states keep that many unverified tokens."""
-        has_tables = any(isinstance(mixer, CudaDeltaMixer) for mixer in self._adapters.fused.values())
+        has_tables = any(isinstance(mixer, CudaDeltaMixer) for mixer in self._patches.fused.values())
         return LONGEST_WINDOW - 1 if has_tables else sys.maxsize
 
     @property
@@ -298,15 +271,15 @@ class PackedModel:
 
     @property
     def has_axes(self) -> bool:
-        return self._adapters.has_axes
+        return self._patches.has_axes
 
     def _hand_to_head(self, step: PackedStep, hidden: mx.array) -> None:
         """Put the hidden states of the rows into their states, for the prediction head to process."""
-        for span in step.spans:
-            rows = span.state.layer(self.hidden_key, HiddenState)
-            rows.write(span.start, hidden, span.state.snapshot_points, span.lo, span.hi)
+        for row in step.rows:
+            state = row.state.layer(self.hidden_key, HiddenState)
+            state.write(row.start, hidden, row.state.snapshot_points, row.lo, row.hi)
             # created inside the window, so that restored entries of the head are committed with the rest
-            span.state.full_attention(self.head_key, first=1)
+            row.state.full_attention(self.head_key, first=1)
 
     @property
     def head_key(self) -> LayerKey:
@@ -328,10 +301,10 @@ class PackedModel:
 
         is_normed: after the model's last norm, as the heads of these families need them.
         """
-        if is_wanted and not self._adapters.is_tapped:
+        if is_wanted and not self._patches.is_tapped:
             raise ModelError("the model runs as a whole, a row at a time: its hidden rows can't be read")
-        self._adapters.tap.keeps_hidden = is_wanted
-        self._adapters.tap.is_normed = is_normed
+        self._patches.tap.keeps_hidden = is_wanted
+        self._patches.tap.is_normed = is_normed
 
     @property
     def text_model(self) -> Any:
@@ -353,21 +326,8 @@ class PackedModel:
     def restore(self) -> None:
         """Restore the untouched model; this object can't be used afterwards."""
         self._deepstack.restore()
-        self._adapters.restore()
+        self._patches.restore()
 
 
 def _has_adapters(rows: Sequence[Row]) -> bool:
     return any(row.adapter != BASE for row in rows)
-
-
-def _is_window(row: Row) -> bool:
-    return len(row.token_ids) <= LONGEST_WINDOW and not row.state.snapshot_points and row.recorder is None
-
-
-def _placed(row: Row) -> RowMedia | None:
-    """The positions of a row's tokens; None if they follow from the state's length."""
-    if row.positions is None:
-        return row.media
-    if row.media is not None:
-        raise ValueError("a row has positions from its media or given ones, not both")
-    return row_at(row.positions, row.state.length, row.state.length + len(row.token_ids))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from headrace.errors import ModelError
-from headrace.models.source import foreign_errors
+from headrace.isolation import errors_as
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -28,7 +28,7 @@ class PictureProcessor:
     """
 
     def __init__(self, processor: Any) -> None:
-        """Raises ModelError for a processor that has no mark for pictures."""
+        """Raises ModelError for a processor without a token for pictures."""
         mark, tokenizer = getattr(processor, "image_token", None), getattr(processor, "tokenizer", None)
         if mark is None or tokenizer is None:
             raise ModelError(f"{type(processor).__name__} names no token for pictures")
@@ -46,7 +46,7 @@ class PictureProcessor:
     def __call__(self, picture: Pixels) -> ProcessedPicture:
         """picture: RGB `[height, width, 3]`. Raises ValueError for one that the processor does not take."""
         name = type(self._processor).__name__
-        with foreign_errors(lambda error: ValueError(f"{name} does not take it: {error}")):
+        with errors_as(lambda error: ValueError(f"{name} does not take it: {error}"), may_exit=True):
             with self._lock:  # the tokenizer library refuses two threads at once
                 made = self._processor(text=[self._mark], images=[Image.fromarray(picture)])
             fields = {name: np.array(value) for name, value in made.items() if value is not None}
@@ -60,7 +60,7 @@ def load_picture_processor(directory: Path, config: Mapping[str, Any]) -> Pictur
 
     config: its config.json.
     """
-    with foreign_errors(lambda error: ModelError(f"the processor of {directory} can't be loaded: {error}")):
+    with errors_as(lambda error: ModelError(f"the processor of {directory} can't be loaded: {error}"), may_exit=True):
         # its import registers the family's processor with transformers; a checkpoint's own code, which mlx-vlm allows
         # by default, must never run
         library = importlib.import_module("mlx_vlm.utils")

@@ -13,12 +13,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
+from headrace.isolation import errors_as
 from headrace.models.collectives import AbsentGroup, Collective, collectives_of
 from headrace.models.hub import Repository, find, hub_errors
 from headrace.models.levels import choose_levels
 from headrace.models.sharding import split
-from headrace.models.source import ModelFiles, foreign_errors, loaded_bytes, read_files, read_small_files, weights_bytes
-from headrace.models.weights import MEMORY_SHARE, built, num_parameters
+from headrace.models.source import ModelFiles, loaded_bytes, read_files, read_small_files, weights_bytes
+from headrace.models.weights import MEMORY_SHARE, build_model, num_parameters
 from headrace.state.layer import LayerCost
 from headrace.state.module import caches_in
 from headrace.state.quantized_kv import group_size, packed_bytes
@@ -35,7 +36,6 @@ class Preview:
 
 
 def preview_folder(files: ModelFiles) -> Preview:
-    """Of a model that is on this machine."""
     return Preview(files, weights_bytes(files.directory))
 
 
@@ -54,7 +54,7 @@ def preview_repository(repository: Repository) -> Preview:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class ModelEstimate:
     """num_parameters: of the text model. cost: of a sequence's state, with numbers of `item_bytes`.
 
     layers: classes of mixers, each with how it will take part in packed steps.
@@ -65,7 +65,7 @@ class Foreseen:
     layers: Mapping[str, str]
 
     def held_bytes(self, stored_bytes: int, dtype: str, here: Device, bits: float | None = None) -> int:
-        """Memory that weights will take, `dtype` as in `ModelConfig.dtype`: see `weights.hold`.
+        """Memory that weights will take, `dtype` as in `ModelConfig.dtype`: see `weights.set_precision`.
 
         bits: of a weight with its share of scales, if they are to be quantised.
         """
@@ -77,25 +77,25 @@ class Foreseen:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitEstimate:
     """What one of several ranks has of a model. share: of its weights. collectives: of a forward."""
 
     share: float
     collectives: tuple[Collective, ...]
 
 
-def foresee_split(files: ModelFiles, num_ranks: int) -> Split:
-    """Without any weights, and without the other ranks. Raises ModelError for a model that can't be split so."""
-    with foreign_errors(lambda error: ModelError(f"{files.name} can't be split: {error}")):
-        model = built(files.config)
+def estimate_split(files: ModelFiles, num_ranks: int) -> SplitEstimate:
+    """Needs no weights and no other ranks. Raises ModelError for a model that can't be split so."""
+    with errors_as(lambda error: ModelError(f"{files.name} can't be split: {error}"), may_exit=True):
+        model = build_model(files.config)
         num_whole = num_parameters(model)
         split(model, files, cast(mx.distributed.Group, AbsentGroup(num_ranks)))
-        return Split(num_parameters(model) / num_whole, collectives_of(model))
+        return SplitEstimate(num_parameters(model) / num_whole, collectives_of(model))
 
 
-def foresee(
+def estimate(
     config: Mapping[str, Any], item_bytes: int, *, has_fine_slots: bool = False, kv_bits: int | None = None
-) -> Foreseen | None:
+) -> ModelEstimate | None:
     """None for a model that mlx-lm doesn't know or can't build like this.
 
     kv_bits: of stored keys and values, where heads allow it; None for exact ones.
@@ -104,8 +104,8 @@ def foresee(
     """
     try:
         # a configuration may make a model file fail in any way
-        with foreign_errors(lambda error: ModelError(str(error))):
-            model = built(config)
+        with errors_as(lambda error: ModelError(str(error)), may_exit=True):
+            model = build_model(config)
             caches = make_prompt_cache(model)
             model(mx.array([[0]]), cache=caches)
             costs = tuple(_cost(one, item_bytes, kv_bits) for cache in caches for one in caches_in(cache))
@@ -113,7 +113,7 @@ def foresee(
             layers = {each.__name__: level.value for each, level in choose_levels(model).items()}
     except ModelError:
         return None
-    return Foreseen(num_parameters(model), cost, layers)
+    return ModelEstimate(num_parameters(model), cost, layers)
 
 
 def _cost(cache: Any, item_bytes: int, kv_bits: int | None) -> LayerCost:

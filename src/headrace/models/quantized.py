@@ -123,7 +123,6 @@ def quantize(files: ModelFiles, form: str, dtype: str) -> Quantized:
 
 
 def _settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """By path of each quantised module."""
     return {
         path: {"bits": module.bits, "group_size": module.group_size, "mode": module.mode}
         for path, module in model.named_modules()
@@ -132,7 +131,7 @@ def _settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def find_kept(files: ModelFiles, wanted: Quantization, dtype: str) -> Quantized | None:
-    """A result that an earlier start has kept; None if there is none, or if it is damaged."""
+    """The result of an earlier start; None if there is none, or if it is damaged."""
     if wanted.folder is None:
         return None
     folder = _folder_of(files, wanted, dtype)
@@ -155,7 +154,7 @@ def find_kept(files: ModelFiles, wanted: Quantization, dtype: str) -> Quantized 
 
 
 def keep(files: ModelFiles, wanted: Quantization, dtype: str, made: Quantized) -> Quantized:
-    """Keep a result for later starts, unless it is larger than the quota; the oldest ones make room for it."""
+    """Store a result for later starts, unless it exceeds the quota; the oldest ones are evicted."""
     if wanted.folder is None:
         return made
     model = made.loaded.model
@@ -197,7 +196,6 @@ def _folder_of(files: ModelFiles, wanted: Quantization, dtype: str) -> Path:
 
 
 def kept_bytes(folder: Path) -> int:
-    """Of all results in a folder of `Quantization`."""
     return sum(file.stat().st_size for file in (folder / MODELS).glob("*/*"))
 
 

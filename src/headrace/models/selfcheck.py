@@ -23,13 +23,15 @@ from headrace.backend.kernels import Kernels
 from headrace.cancellation import check_cancelled
 from headrace.errors import ModelError
 from headrace.families.registry import find_family
+from headrace.isolation import errors_as
 from headrace.models.levels import Level, Levels, choose_levels
 from headrace.models.mixers.cuda_attention import SHORT_ROW_TOKENS
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
 from headrace.models.picture_processor import ProcessedPicture, load_picture_processor
-from headrace.models.source import ModelFiles, foreign_errors
+from headrace.models.source import ModelFiles
+from headrace.models.step import Row
 from headrace.models.vlm import VlmWrapper
-from headrace.models.weights import hold
+from headrace.models.weights import set_precision
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -63,12 +65,11 @@ class Reference:
 
     @property
     def scale(self) -> float:
-        """The largest logit."""
         return max(float(mx.abs(logits).max()) for logits in self.logits)
 
     @property
     def noise(self) -> float:
-        """What the cut changes in the model alone: half of the tokens have a logit that differs by more."""
+        """The median token's largest difference between the model's own results one by one and at once."""
         pairs = zip(self.logits, self.at_once, strict=True)
         apart = float(mx.median(mx.concatenate([_apart(*pair) for pair in pairs])))
         return apart if math.isfinite(apart) else 0.0
@@ -83,7 +84,6 @@ class Margin:
     noise: float = 0.0
 
     def within(self, precision: str) -> bool:
-        """Whether the difference is rounding."""
         tolerance = TOLERANCE[precision] * max(1.0, self.scale)
         return math.isfinite(self.difference) and self.difference <= max(
             tolerance, min(2 * self.noise, MOST_NOISE * tolerance)
@@ -112,7 +112,7 @@ def run_reference(model: Any, vocab_size: int, has_long_chunk: bool = False) -> 
     mx.eval(logits)
     try:
         # a model may take single tokens only
-        with foreign_errors(lambda error: ModelError(f"several tokens at once raised: {error}")):
+        with errors_as(lambda error: ModelError(f"several tokens at once raised: {error}"), may_exit=True):
             at_once = tuple(_logits(model, [row[:LENGTH], row[LENGTH:]]) for row in rows)
             mx.eval(at_once)
     except ModelError:
@@ -139,9 +139,9 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
     reference = run_reference(model, vocab_size, kernels.fuses_layers)
     chosen = choose_levels(model)
     fused = [(chosen, kernels, ())] if kernels.fuses_layers else []
-    untold = (WITHOUT_KERNELS,) if fused else ()
-    kernels = kernels.without_fusion()
-    others = ((levels, kernels, note or untold) for levels, note in _candidates(chosen))
+    fallback_note = (WITHOUT_KERNELS,) if fused else ()
+    kernels = replace(kernels, fuses=False)
+    others = ((levels, kernels, note or fallback_note) for levels, note in _candidates(chosen))
     for levels, with_kernels, note in (*fused, *others):
         packed = PackedModel(model, levels, with_kernels)
         check_cancelled()
@@ -198,7 +198,7 @@ def compare(packed: PackedModel, reference: Reference) -> Margin | None:
             total += num_kept + num_junk
         try:
             # foreign code gets our view, and any failure means that it doesn't fit
-            with foreign_errors(lambda error: ModelError(f"the packed step raised: {error}")):
+            with errors_as(lambda error: ModelError(f"the packed step raised: {error}"), may_exit=True):
                 got = packed.forward(rows, picks)
                 alone, at_once = (_apart(got, mx.concatenate(list(each))) for each in zip(*wanted, strict=True))
                 # also if the second isn't a number
@@ -230,12 +230,12 @@ def to_float16(model: Any, device: Device) -> Margin | None:
 
     None for a model that computes in another precision, which stays as it is.
     """
-    hold(model, "stored", device.kind, device.memory_bytes)
+    set_precision(model, "stored", device.kind, device.memory_bytes)
     logits = model(mx.array([[0]]))
     if logits.dtype != mx.bfloat16:
         return None
     before = run_reference(model, logits.shape[-1])
-    hold(model, "float16", device.kind, device.memory_bytes)
+    set_precision(model, "float16", device.kind, device.memory_bytes)
     after = run_reference(model, logits.shape[-1])
     apart = [_apart(one, other).max() for one, other in zip(before.logits, after.logits, strict=True)]
     return Margin(float(mx.stack(apart).max()), before.scale)
@@ -248,7 +248,7 @@ def check_pictures(model: VlmWrapper, files: ModelFiles, precision: str) -> None
     """
     processor = load_picture_processor(files.directory, files.config)
     picture = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
-    with foreign_errors(lambda error: ModelError(f"a picture can't be embedded separately: {error}")):
+    with errors_as(lambda error: ModelError(f"a picture can't be embedded separately: {error}"), may_exit=True):
         apart, scale = _compare_pictures(model, processor(picture))
     if not apart <= TOLERANCE[precision] * max(1.0, scale):
         raise ModelError(

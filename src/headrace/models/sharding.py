@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +11,10 @@ from mlx.utils import tree_map
 from mlx_lm.models.base import gather_last_axis
 
 from headrace.errors import ModelError
+from headrace.isolation import errors_as
+from headrace.models.hub import first_line
 from headrace.models.levels import is_gated_delta, mixers_of
-from headrace.models.source import ModelFiles, foreign_errors
+from headrace.models.source import ModelFiles
 from headrace.models.weights import evaluate_by_module
 
 _QUERY_HEADS = ("n_heads", "num_heads", "num_attention_heads", "num_v_heads")
@@ -46,12 +47,12 @@ def split(model: Any, files: ModelFiles, group: mx.distributed.Group) -> None:
         _check_heads(files, mixer, num_ranks)
         if is_gated_delta(mixer) and "in_proj_qkv" in mixer and num_ranks > mixer.num_k_heads:
             _repeat_key_heads(mixer, num_ranks // mixer.num_k_heads)
-    with foreign_errors(partial(_refusal, files, num_ranks)):
+    refusal = f"{files.name} can't be split over {num_ranks} ranks"
+    with errors_as(lambda error: ModelError(f"{refusal}: {first_line(error)}"), may_exit=True):
         model.shard(group)
     for mixer in _mixers(model):
         if 0 in [vars(mixer).get(name) for name in _KEY_HEADS]:
-            reason = f"{type(mixer).__name__} has fewer heads of keys"
-            raise ModelError(f"{files.name} can't be split over {num_ranks} ranks: {reason}")
+            raise ModelError(f"{refusal}: {type(mixer).__name__} has fewer heads of keys")
 
 
 def is_sharded(model: Any) -> bool:
@@ -59,7 +60,7 @@ def is_sharded(model: Any) -> bool:
 
 
 def summed(y: mx.array, mixer: Any) -> mx.array:
-    """What a mixer of mlx-lm's gives, summed over the ranks if it is split and doesn't do so itself."""
+    """A mixer's output, summed over the ranks if the mixer is split and doesn't sum itself."""
     group = getattr(mixer, "sharding_group", None)
     return y if group is None else mx.distributed.all_sum(y, group=group)
 
@@ -105,8 +106,3 @@ def _repeat_key_heads(mixer: Any, times: int) -> None:
     mixer.key_dim *= times
     mixer.conv_dim = 2 * mixer.key_dim + mixer.value_dim
     mixer.conv1d.groups = mixer.conv_dim
-
-
-def _refusal(files: ModelFiles, num_ranks: int, error: BaseException) -> ModelError:
-    reason = str(error).partition("\n")[0] or type(error).__name__
-    return ModelError(f"{files.name} can't be split over {num_ranks} ranks: {reason}")

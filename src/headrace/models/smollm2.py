@@ -52,7 +52,6 @@ def fetch(cache_folder: Path, say: Callable[[str], None]) -> Path:
 
 
 def is_fetched(cache_folder: Path) -> bool:
-    """Whether `fetch` has nothing to fetch."""
     return _is_complete(cache_folder / FOLDER)
 
 

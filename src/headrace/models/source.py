@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ from typing import Any
 from headrace.errors import ModelError
 from headrace.models.download import fetch, fetch_small
 from headrace.models.hub import Repository, cache_of, find, hub_errors, remember
-from headrace.models.in_use import hold
+from headrace.models.in_use import mark_in_use
+from headrace.models.json_file import read_object
 from headrace.models.pooling.recipe import ENCODERS, Recipe, find_recipe
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ def locate(name: str) -> Path:
             read_small_files(found)
             logger.info("fetching %s: %.2f GB", name, (found.num_bytes - found.fetched_bytes) / 1e9)
             found = remember(name, fetch(found))
-    hold(cache_of(name))
+    mark_in_use(cache_of(name))
     return found
 
 
@@ -125,23 +124,9 @@ def is_hub_id(name: str) -> bool:
     return not (path.exists() or path.is_absolute() or name.startswith((".", "~")))
 
 
-@contextmanager
-def foreign_errors(translate: Callable[[BaseException], Exception]) -> Iterator[None]:
-    """The exception boundary to code of other projects, which may fail in any way, for one by ending the process.
-
-    Such errors are raised as `translate` gives them; ModelError passes.
-    """
-    try:
-        yield
-    except ModelError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise translate(error) from error
-
-
 def read_files(name: str, directory: Path) -> ModelFiles:
     """Parse the folder's JSON files. Raises ModelError if config.json is missing or unusable."""
-    config = _read_json(directory / "config.json")
+    config = read_object(directory / "config.json")
     if config is None:
         raise ModelError(f"{directory} holds no config.json: {_without_config(any(directory.glob('*.gguf')))}")
     if not isinstance(config.get("model_type"), str):
@@ -151,7 +136,7 @@ def read_files(name: str, directory: Path) -> ModelFiles:
     text_config = next((config[key] for key in NESTED_TEXT_CONFIGS if isinstance(config.get(key), dict)), config)
     for one in (config, text_config):
         _add_rope(one)
-    generation_config = _read_json(directory / "generation_config.json") or {}
+    generation_config = read_object(directory / "generation_config.json") or {}
     for one in (config, text_config, generation_config):
         ids = one.get("eos_token_id")
         if not all(isinstance(id, int) for id in (ids if isinstance(ids, list) else [] if ids is None else [ids])):
@@ -182,20 +167,6 @@ def _add_rope(config: dict[str, Any]) -> None:
 
 def _without_config(has_gguf: bool) -> str:
     return f"but GGUF files: {_NO_GGUF}" if has_gguf else "it is not a model folder"
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    except OSError as error:
-        raise ModelError(f"{path} can't be read: {error.strerror}") from error
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{path} holds no JSON object")
-    return parsed
 
 
 def _known_model_type(model_type: str) -> str:

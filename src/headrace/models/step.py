@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from headrace.backend.cuda.shapes import LONGEST_WINDOW
 from headrace.backend.kernels import Kernels
 from headrace.backend.transfer import to_device
 from headrace.models.lora import BASE, Loras
 from headrace.models.positions import TokenPositions
 from headrace.state.layer import LayerKey
 from headrace.state.sequence import SequenceState
+
+if TYPE_CHECKING:
+    from headrace.models.media import RowMedia
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +72,6 @@ class QueryRecorder:
         ]
 
 
-Argument = TypeVar("Argument")
 Found = TypeVar("Found")
 
 Windows = tuple[Any, ...]
@@ -89,77 +92,114 @@ class BidirectionalSpans:
 NO_SPANS = BidirectionalSpans()
 
 
-@dataclass(slots=True)  # not frozen: that costs five times as much, for each row in each step
-class RowSpan:
-    """The tokens `lo` to `hi` of the step belong to one sequence and are its computed tokens from `start` on.
+@dataclass(slots=True)  # not frozen: that takes five times as long to make, for each row of each step
+class Row:
+    """One sequence's tokens in a step; the state's window is open and as long as they are.
 
-    positions: of all computed tokens of the sequence; None if each one's is its index.
-    recorder: records the queries at `picks`, which are packed tokens of this row; None if they aren't needed.
-    adapter: see `Row`.
+    media: of these tokens; None in a sequence without media.
+    positions: of the sequence's computed tokens; None if each one's is its index among them.
+    recorder: records queries of the tokens whose logits are wanted; only for rows without drafts.
+    has_known_ids: whether `token_ids` holds even where a step's ids are given on the device.
+    adapter: its slot among `PackedModel.loras`.
+
+    The rest is set when a step is packed. lo, hi: the row's range among its tokens. start: computed tokens before it.
+    picks: packed tokens of this row whose queries are recorded.
     """
 
     state: SequenceState
-    lo: int
-    hi: int
-    start: int
-    num_certain: int
+    token_ids: Sequence[int]
+    media: RowMedia | None = None
     positions: TokenPositions | None = None
     recorder: QueryRecorder | None = None
+    has_known_ids: bool = False
+    adapter: int = BASE
+    lo: int = 0
+    hi: int = 0
+    start: int = 0
+    num_certain: int = 0
     picks: tuple[int, ...] = ()
     bidirectional: BidirectionalSpans = NO_SPANS
-    adapter: int = BASE
+
+    def pack(self, lo: int, start: int, num_certain: int) -> None:
+        self.lo, self.hi, self.start, self.num_certain = lo, lo + len(self.token_ids), start, num_certain
 
     @property
     def num_tokens(self) -> int:
-        return self.hi - self.lo
+        return len(self.token_ids)
 
     @property
     def end(self) -> int:
-        return self.start + self.num_tokens
+        return self.start + len(self.token_ids)
+
+    @property
+    def is_window(self) -> bool:
+        """Whether the row has a few tokens and no snapshot among them, as in decoding; the others are chunks."""
+        return len(self.token_ids) <= LONGEST_WINDOW and not self.state.snapshot_points
+
+
+Table = tuple[tuple[int, ...], ...]
+"""What a kernel reads of a step's rows: so many numbers of each."""
+
+TableType = TypeVar("TableType", Table, mx.array)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelInputs(Generic[TableType]):
+    """What our kernels read of a layer besides hidden states, or of all layers of a kind, which share the tables.
+
+    tables: int32, on the device for one layer. arrays: the layer's states, which are written in place; of a kind those
+    of one layer after the other. max_tokens: of a row; the size of a launch depends on it.
+    """
+
+    tables: Sequence[TableType]
+    arrays: Sequence[mx.array]
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledLayers:
+    """What the layers of a compiled step read, and give besides hidden states; placeholders while it is traced.
+
+    num_tokens: int32 `[1]`, on the device: packed tokens without the padding.
+    """
+
+    inputs: Mapping[LayerKey, KernelInputs[mx.array]]
+    num_tokens: mx.array
+    outputs: dict[LayerKey, Sequence[mx.array]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)  # without slots, for the cached properties
 class PackedStep:
     """All rows of a step.
 
-    placed: int32 `[T]`, the positions for rope, or `[3, T]` where media have positions in time, row and column.
+    host_positions: int32 `[T]`, for rope, or `[3, T]` where media have positions in time, row and column; on the device
+    in a compiled step.
     """
 
-    spans: tuple[RowSpan, ...]
-    placed: npt.NDArray[np.int32] | mx.array
+    rows: Sequence[Row]
+    host_positions: npt.NDArray[np.int32] | mx.array
     kernels: Kernels
-    layer_io: Any = None
-    """Of a step that is being compiled, see `LayerIO`: it has no rows then."""
+    compiled: CompiledLayers | None = None
+    """Of a step that is being compiled, which has no rows."""
     loras: Loras | None = None
     """The model's adapters; None if no row has one."""
     _found: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def positions(self) -> mx.array:
-        """`placed`, on the device."""
-        placed = self.placed
-        return (
-            placed
-            if isinstance(placed, mx.array)
-            else to_device(placed.ravel().tolist(), mx.int32).reshape(placed.shape)
-        )
+        """`host_positions`, on the device."""
+        found = self.host_positions
+        if isinstance(found, mx.array):
+            return found
+        return to_device(found.ravel().tolist(), mx.int32).reshape(found.shape)
 
-    @cached_property
-    def counts(self) -> tuple[tuple[int, int, int], ...]:
-        """Per row its first packed token, its tokens, and how many of them are certain."""
-        return tuple([(span.lo, span.hi - span.lo, span.num_certain) for span in self.spans])
-
-    def shared(self, table: tuple[tuple[int, ...], ...]) -> mx.array:
+    def shared(self, table: Table) -> mx.array:
         """The table as an int32 array."""
         numbers = chain.from_iterable(table)
         return self.cached(table, lambda: to_device(list(numbers), mx.int32).reshape(len(table), -1))
 
-    def once(self, make: Callable[[PackedStep, Argument], Found], argument: Argument) -> Found:
-        """Call `make` for the first layer that asks, and give its result to the other layers of the kind."""
-        return self.cached(make, lambda: make(self, argument))
-
     def cached(self, key: Hashable, make: Callable[[], Found]) -> Found:
-        """What `make` gives, made once for all layers of the step that need the same."""
+        """What `make` gives for the first layer that asks for this key; the step's other layers get the same."""
         if key not in self._found:
             self._found[key] = make()
         found: Found = self._found[key]
@@ -167,7 +207,7 @@ class PackedStep:
 
     @property
     def num_tokens(self) -> int:
-        return self.spans[-1].hi
+        return self.rows[-1].hi
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.errors import ModelError
 from headrace.models.hub import indexed_files
-from headrace.models.mtp_weights import is_of_head, is_raw, lies_near_zero, read_tensors, shards, sidecars
+from headrace.models.mtp_weights import is_of_head, is_raw, lies_near_zero
 from headrace.models.source import ModelFiles
+from headrace.models.weights import read_tensors, shards, sidecars
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 
@@ -35,7 +36,7 @@ def check_files(files: ModelFiles, *, runs_whole: bool = False) -> None:
 
 
 def _loaded_by_mlx_vlm(directory: Path) -> Sequence[Path]:
-    """What the checkpoint's index names, else all but the file that such a checkpoint repeats in its makers' form."""
+    """The files that the index names, else all but the makers' copy of the same weights."""
     in_folder = sorted(directory.glob("*.safetensors"))
     return [file for file in indexed_files(directory) if file.exists()] or [
         file for file in in_folder if not file.name.endswith("consolidated.safetensors")
@@ -63,16 +64,16 @@ def norms_contradiction(files: ModelFiles) -> str | None:
     """
     if not files.model_type.startswith(_CENTRED_TYPES):
         return None
-    told: list[bool] = []
+    are_raw: list[bool] = []
     norms = []
     for file in shards(files.directory):
         tensors, _ = read_tensors(file)
         raw = is_raw(tensors)
-        told += [] if raw is None else [raw]
+        are_raw += [] if raw is None else [raw]
         norms += [array for name, array in tensors.items() if name.endswith(_CENTRED_NORMS) and not is_of_head(name)]
-    if not told or not norms or told[0] == lies_near_zero(norms):
+    if not are_raw or not norms or are_raw[0] == lies_near_zero(norms):
         return None
-    convolutions, stored = ("the makers'", "factors") if told[0] else ("MLX's", "distances from 1")
+    convolutions, stored = ("the makers'", "factors") if are_raw[0] else ("MLX's", "distances from 1")
     return (
         f"the convolutions lie in {convolutions} order, but the norms look like {stored}: one of the two was converted "
         "without the other, and answers will be noise"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import mlx.core as mx
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
@@ -14,7 +11,7 @@ from headrace.models.gemma_vision import Gemma3Tower, Gemma4Tower
 from headrace.models.qwen_vision import MODULES, QwenTower
 from headrace.models.source import ModelFiles
 from headrace.models.vision_tower import PatchAttention, VisionTower
-from headrace.models.weights import LISTED_NAMES, hold, parameters_of, quantise_as_stored
+from headrace.models.weights import LISTED_NAMES, parameters_of, quantise_as_stored, read_tensors, set_precision, shards
 
 _KINDS: Mapping[str, type[QwenTower | Gemma3Tower | Gemma4Tower]] = {
     **dict.fromkeys(MODULES, QwenTower),
@@ -37,7 +34,8 @@ def load_tower(files: ModelFiles, *, dtype: str, device: Device, has_axes: bool)
     kind = _KINDS.get(files.config["model_type"])
     if kind is None or not files.config.get("vision_config") or (kind.needs_axes and not has_axes):
         return None
-    weights = _tower_weights(files, kind)
+    stored = [pair for file in shards(files.directory) for pair in read_tensors(file)[0].items()]
+    weights = {own: array for name, array in stored if (own := kind.own_name(name)) is not None}
     if not weights:
         return None
     module = kind.build(files.config)
@@ -51,22 +49,8 @@ def load_tower(files: ModelFiles, *, dtype: str, device: Device, has_axes: bool)
         raise ModelError(f"{files.directory} lacks weights of its vision tower: {sorted(missing)[:LISTED_NAMES]}")
     module.load_weights(list(weights.items()), strict=False)
     module.eval()
-    precision = hold(module, dtype, device.kind, device.memory_bytes)
+    precision = set_precision(module, dtype, device.kind, device.memory_bytes)
     attend = PatchAttention(ChunkRecorder(CHUNK_WORK[device.kind]), has_fused=device.kind != "cpu")
     num_bytes = sum(array.nbytes for array in parameters_of(module).values())
     tower = kind(module, files.config, attend)
     return tower, f"vision tower: {len(tower.blocks)} layers, {num_bytes / 1e6:.0f} MB, {precision}"
-
-
-def _tower_weights(files: ModelFiles, kind: type[VisionTower]) -> dict[str, mx.array]:
-    weights: dict[str, mx.array] = {}
-    for file in sorted(files.directory.glob("model*.safetensors")):
-        try:
-            stored: Any = mx.load(str(file))
-        except RuntimeError as error:
-            raise ModelError(f"{file} can't be loaded: {error}") from error
-        for name, array in stored.items():
-            own_name = kind.own_name(name)
-            if own_name is not None:
-                weights[own_name] = array
-    return weights

@@ -98,7 +98,7 @@ class VisionTower(ABC):
 
     @abstractmethod
     def attention(self, inner: Any) -> SegmentAttention:
-        """Replaces a block's attention, mlx-vlm's."""
+        """What replaces a block's attention, mlx-vlm's."""
 
     @abstractmethod
     def embed(self, patches: mx.array, grid: Grid) -> Embedded:

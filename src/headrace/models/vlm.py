@@ -17,8 +17,9 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from headrace.errors import ModelError
+from headrace.isolation import errors_as
 from headrace.models.chunked import ChunkedEncoding, ChunkRecorder, Stages
-from headrace.models.source import ModelFiles, foreign_errors
+from headrace.models.source import ModelFiles
 from headrace.models.vision import knows_tower
 from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.models.weights import Loaded, has_text_model
@@ -106,12 +107,11 @@ def load_vlm(files: ModelFiles) -> Loaded:
     """mlx-vlm's model of a checkpoint, its weights not yet evaluated. Raises ModelError if it can't be loaded."""
     if files.config.get("model_file"):
         raise ModelError(f"{files.name} brings its own code, which is not run")
-    with foreign_errors(lambda error: ModelError(f"mlx-vlm can't load {files.name}: {error}")):
+    with errors_as(lambda error: ModelError(f"mlx-vlm can't load {files.name}: {error}"), may_exit=True):
         return Loaded(VlmWrapper(importlib.import_module("mlx_vlm.utils").load_model(files.directory, lazy=True)), 0)
 
 
 def whole_tower(model: VlmWrapper, files: ModelFiles) -> tuple[WholeTower, str]:
-    """The tower of such a model, and a line about it."""
     line = "vision: mlx-vlm's own model, whole, a row at a time; a picture is embedded in one go"
     hint = "; --vision off runs its text part alone, in packed steps" if has_text_model(files) else ""
     return WholeTower(model), line + hint

@@ -18,7 +18,8 @@ from mlx_lm.utils import _get_classes, load_model
 
 from headrace.cancellation import check_cancelled
 from headrace.errors import ModelError
-from headrace.models.source import ModelFiles, foreign_errors
+from headrace.isolation import errors_as
+from headrace.models.source import ModelFiles
 
 MEMORY_SHARE = 0.7
 """Share of the machine's memory that weights held in float32 may take; the rest is for states and the system."""
@@ -30,6 +31,10 @@ LISTED_NAMES = 5
 """Missing weights named in an error; the rest are counted."""
 
 
+SIDECARS = ("model-mtp.safetensors", "mtp.safetensors", "mtp/*.safetensors")
+"""Files beside a checkpoint's own, as patterns."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model of mlx-lm in eval mode. num_unused: weights of the checkpoint that the text model doesn't have."""
@@ -39,6 +44,26 @@ class Loaded:
 
 
 Tensors = Mapping[str, mx.array]
+
+
+def sidecars(directory: Path) -> list[Path]:
+    return [file for pattern in SIDECARS for file in sorted(directory.glob(pattern))]
+
+
+def shards(directory: Path) -> list[Path]:
+    """A checkpoint's files of weights, without sidecars."""
+    named = {file.name for file in sidecars(directory)}
+    return [file for file in sorted(directory.glob("model*.safetensors")) if file.name not in named]
+
+
+def read_tensors(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """A file's tensors by name, and its metadata; numbers are read when they are used. Raises ModelError."""
+    try:
+        loaded: Any = mx.load(str(file), return_metadata=True)
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(f"{file} can't be read: {error}") from error
+    tensors, metadata = loaded
+    return tensors, metadata
 
 
 def load_weights(
@@ -79,7 +104,7 @@ def load_weights(
     config: dict[str, Any] = copy.deepcopy(dict(files.config))
     if not has_output:
         config["tie_word_embeddings"] = True
-    with foreign_errors(partial(_load_error, files)):
+    with errors_as(partial(_load_error, files), may_exit=True):
         model, _ = load_model(files.directory, lazy=True, model_config=config, get_model_classes=classes)
     model.eval()
     return Loaded(model, num_unused)
@@ -134,7 +159,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:LISTED_NAMES]) + more
 
 
-def hold(model: Any, dtype: str, device: str, memory_bytes: int) -> str:
+def set_precision(model: Any, dtype: str, device: str, memory_bytes: int) -> str:
     """Bring the weights into the precision `dtype` and evaluate them. Gives a line that says what was done.
 
     dtype: as in `ModelConfig.dtype`. "auto" on a CPU is float32, because nothing else goes through its BLAS: bf16 is
@@ -177,14 +202,14 @@ def _evaluate(model: Any) -> None:
 
 
 def evaluate_by_module(model: Any) -> None:
-    """One module after the other, so that hardly more is held at a time than the weights and what makes one module."""
+    """Module by module, so that memory holds little more than the weights and one module's sources."""
     for module in dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)).values():
         mx.eval(module.parameters())
         mx.clear_cache()
     mx.eval(model.parameters())
 
 
-def built(config: Mapping[str, Any]) -> Any:
+def build_model(config: Mapping[str, Any]) -> Any:
     """mlx-lm's model of a configuration, of which no array is evaluated."""
     made = copy.deepcopy(dict(config))  # model classes edit the config that they are given, nested parts too
     model_class, arguments = _get_classes(made)

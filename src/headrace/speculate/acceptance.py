@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from headrace.models.mtp_head import MtpHead
-from headrace.models.packed import PackedModel, Row
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.sampling.sampler import GREEDY_ROW
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.head import HeadDrafter

@@ -17,7 +17,7 @@ from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
 EntryMedia = Callable[[int, int], RowMedia]
-"""A sequence's media as the head needs them for a range of tokens; see HeadEntries."""
+"""A sequence's media as the head needs them for a range of tokens; see `MtpHead.read`."""
 
 
 @dataclass(frozen=True, slots=True)

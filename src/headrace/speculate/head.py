@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from headrace.models.mixers.fused import next_power_of_two
-from headrace.models.mtp_head import HeadEntries, HeadOutputs, MtpHead
+from headrace.models.mtp_head import HeadOutputs, MtpHead
+from headrace.models.padding import next_power_of_two
+from headrace.models.step import Row
 from headrace.speculate.drafter import Drafter, DraftRow, EntryMedia, check_order, next_drafts
 from headrace.speculate.drafts import DraftBatch
 from headrace.state.hidden import NUM_AGAIN, HiddenRows, gathered
@@ -58,7 +59,7 @@ class HeadDrafter(Drafter):
         self, rows: Sequence[tuple[SequenceState, Sequence[int], int, EntryMedia | None]], *, launch: bool
     ) -> HeadOutputs:
         """One packed call for all rows; each a state, its sequence's tokens, the one before which to end, and media."""
-        entries: list[HeadEntries] = []
+        entries: list[Row] = []
         before: list[HiddenRows] = []
         longest = max(end - self._head.hidden_of(state).num_folded for state, _, end, _ in rows)
         again = next_power_of_two(longest) if self._head.is_compiled and longest <= 1 + NUM_AGAIN else 0
@@ -74,5 +75,5 @@ class HeadDrafter(Drafter):
         return outputs
 
 
-def _entries(state: SequenceState, start: int, token_ids: Sequence[int], media: EntryMedia | None) -> HeadEntries:
-    return HeadEntries(state, start, token_ids, None if media is None else media(start, start + len(token_ids)))
+def _entries(state: SequenceState, start: int, token_ids: Sequence[int], media: EntryMedia | None) -> Row:
+    return Row(state, token_ids, None if media is None else media(start, start + len(token_ids)), start=start)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from headrace.models.mixers.fused import MOST_TOKENS
-from headrace.models.packed import PackedModel, Row
+from headrace.backend.cuda.shapes import LONGEST_WINDOW
+from headrace.models.packed import PackedModel
+from headrace.models.step import Row
 from headrace.recent_times import RecentTimes
 from headrace.speculate.drafter import Drafter, DraftRow, check_order, next_drafts
 from headrace.speculate.drafts import DraftBatch
@@ -79,7 +80,7 @@ class ModelDrafter(Drafter):
 
     def prefill_s(self, state: SequenceState, num_known: int) -> float:
         num_missing = num_known - self._start(state, num_known)
-        return 0.0 if num_missing <= MOST_TOKENS else num_missing * (self._token_times.usual(None) or 0.0)
+        return 0.0 if num_missing <= LONGEST_WINDOW else num_missing * (self._token_times.usual(None) or 0.0)
 
     def prefill(self, rows: Sequence[tuple[SequenceState, Sequence[int]]]) -> float:
         started, left = time.monotonic(), self._chunk_tokens

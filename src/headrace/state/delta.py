@@ -13,7 +13,7 @@ from math import prod
 import mlx.core as mx
 
 from headrace.backend.cuda import delta, put
-from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, Prepared, Stash
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, Prepared
 from headrace.backend.transfer import to_device
 from headrace.state.layer import LayerCost, LayerKey
 from headrace.state.recurrent import Records, RecurrentRecord, RecurrentState
@@ -29,12 +29,12 @@ class DeltaTables:
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for table in self.layers.values() for array in arrays_of(table))
+        return sum(array.nbytes for table in self.layers.values() for array in table)
 
     @property
     def slot_bytes(self) -> Sequence[int]:
         """Bytes of a slot, by layer."""
-        return [sum(array.nbytes for array in arrays_of(table)) // self._num_slots for table in self.layers.values()]
+        return [sum(array.nbytes for array in table) // self._num_slots for table in self.layers.values()]
 
     def prepare(self, layer: LayerKey, shape: DeltaShape, dtype: mx.Dtype) -> DeltaTable:
         if layer not in self.layers:
@@ -52,21 +52,15 @@ class DeltaTables:
 
     def settle(self, plan: mx.array) -> list[mx.array]:
         """Replay tokens of the stash, its rows as packed tokens; plan: as in `delta.scan_chunks`."""
-        arrays = [arrays_of(table) for table in self.layers.values()]
-        return _settle(plan, arrays)
+        return _settle(plan, list(map(tuple, self.layers.values())))
 
     def _grow(self) -> None:
         for layer, table in self.layers.items():
-            doubled = [mx.concatenate([array, mx.zeros_like(array)]) for array in arrays_of(table)]
+            doubled = [mx.concatenate([array, mx.zeros_like(array)]) for array in table]
             mx.eval(doubled)
-            state, raw, *stash = doubled
-            self.layers[layer] = DeltaTable(state, raw, Stash(*stash))
+            self.layers[layer] = DeltaTable(*doubled)
         self._free += range(2 * self._num_slots - 1, self._num_slots - 1, -1)
         self._num_slots *= 2
-
-
-def arrays_of(table: DeltaTable) -> tuple[mx.array, ...]:
-    return (table.state, table.raw, *table.stash)
 
 
 def _empty(shape: DeltaShape, dtype: mx.Dtype, num_slots: int) -> DeltaTable:
@@ -76,11 +70,9 @@ def _empty(shape: DeltaShape, dtype: mx.Dtype, num_slots: int) -> DeltaTable:
     return DeltaTable(
         mx.zeros((num_slots, *value, shape.head_k_dim), mx.float32),
         mx.zeros((rows, shape.kernel_size - 1 + LONGEST_WINDOW, shape.num_channels), dtype),
-        Stash(
-            mx.zeros((rows, stashed, *key), dtype),
-            mx.zeros((rows, stashed, *value), dtype),
-            *(mx.zeros(gates, mx.float32) for _ in range(2)),
-        ),
+        mx.zeros((rows, stashed, *key), dtype),
+        mx.zeros((rows, stashed, *value), dtype),
+        *(mx.zeros(gates, mx.float32) for _ in range(2)),
     )
 
 
@@ -206,7 +198,7 @@ class TableState(RecurrentState):
 
     def arrays(self) -> list[mx.array]:
         """The tables, which all sequences share."""
-        return [array for table in self.tables.layers.values() for array in arrays_of(table)]
+        return [array for table in self.tables.layers.values() for array in table]
 
     def release(self) -> None:
         self.tables.free(self.index)

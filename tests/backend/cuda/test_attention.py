@@ -13,7 +13,7 @@ from benchmarks import references as layer_references
 from benchmarks.references import Float64, double
 from headrace.backend.cuda import attention
 from headrace.backend.cuda.kernel import CudaKernel
-from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads, Projection
+from headrace.backend.cuda.shapes import HeadShape, ProjectedHeads, Projection
 
 pytestmark = pytest.mark.gpu
 
@@ -67,8 +67,8 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
     plan, slabs, scale = plan_of(window, first, rows), slabs_of(shape, dtype), shape.head_dim**-0.5
     queries = drawn(7, dtype, NUM_TOKENS, shape.num_heads, shape.head_dim)
     sinks = drawn(8, dtype, shape.num_heads) if has_sinks else None
-    place = Gate(shape.num_heads * 2 * shape.head_dim + 64, shape.head_dim, 2 * shape.head_dim)
-    projected = drawn(9, dtype, 1, NUM_TOKENS, place.width)
+    layout = Projection(shape.num_heads * 2 * shape.head_dim + 64, 2 * shape.head_dim, 0, 0, 0)
+    projected = drawn(9, dtype, 1, NUM_TOKENS, layout.width)
     most = max(row[1] for row in rows)
     got = [
         attention.attend(
@@ -79,7 +79,7 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
             slabs,
             mx.array([scale]),
             sinks,
-            (projected, place) if is_gated else None,
+            (projected, layout) if is_gated else None,
         )
         for _ in range(2)
     ]
@@ -99,7 +99,7 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
     # rows of no tokens, and tokens of no row, behind them
     more = mx.concatenate([mx.array(plan, dtype=mx.int32), mx.zeros((3, 8), mx.int32)])
     queries, projected = (mx.concatenate([x, x[..., :2, :]], axis=-2) for x in (queries.swapaxes(0, 1), projected))
-    gates = (projected, place) if is_gated else None
+    gates = (projected, layout) if is_gated else None
     filled = attention.attend(shape, more, most, queries.swapaxes(0, 1), slabs, mx.array([scale]), sinks, gates)
     assert filled.shape[1] == NUM_TOKENS + 2 and error(filled[:, :NUM_TOKENS], wanted) < TOLERANCE[dtype]
 
@@ -241,8 +241,8 @@ def test_new_heads_see_what_they_write(name: str, window: int) -> None:
     mx.eval(slabs)
     before = [tuple(double(array) for array in pair) for pair in slabs]
     # queries with gates between them
-    gate = Gate(layout.width, drawn.shape.head_dim, layout.q_stride) if layout.q_stride > drawn.shape.head_dim else None
-    table, gates = mx.array([*plan, *[(0,) * 8] * 2], dtype=mx.int32), None if gate is None else (projected, gate)
+    is_gated = layout.q_stride > drawn.shape.head_dim
+    table, gates = mx.array([*plan, *[(0,) * 8] * 2], dtype=mx.int32), (projected, layout) if is_gated else None
     got = attention.attend(drawn.shape, table, 8, drawn.heads, slabs, mx.array([scale]), None, gates)
     mx.eval(got)
     check_written(drawn, plan, slabs, before)
@@ -254,7 +254,7 @@ def test_new_heads_see_what_they_write(name: str, window: int) -> None:
         slabs,
         scale,
         None,
-        None if gate is None else heads[..., drawn.shape.head_dim :],
+        heads[..., drawn.shape.head_dim :] if is_gated else None,
     )
     assert got.shape[1] == 26 and error(got[:, :24], wanted) < drawn.tolerance
 

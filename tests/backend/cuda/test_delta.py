@@ -11,7 +11,7 @@ from benchmarks import references as layer_references
 from benchmarks.references import double
 from headrace.backend.cuda import delta
 from headrace.backend.cuda.shapes import DeltaShape, DeltaWeights, Prepared, Stash
-from headrace.backend.gated_delta import scan, scan_behind
+from headrace.backend.gated_delta import replay_and_scan, scan
 
 pytestmark = pytest.mark.gpu
 
@@ -26,10 +26,8 @@ SORTS = [
 
 def shape_of(num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, kernel_size: int = 4) -> DeltaShape:
     """Of a projection of an odd width where the convolution has an odd one."""
-    channels, value_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim, num_v_heads * head_v_dim
-    b_at = channels + value_dim
-    width, a_at = b_at + 2 * num_v_heads + kernel_size % 2, b_at + num_v_heads
-    return DeltaShape(num_k_heads, num_v_heads, head_k_dim, head_v_dim, kernel_size, width, channels, b_at, a_at)
+    width = 2 * (num_k_heads * head_k_dim + num_v_heads * head_v_dim + num_v_heads) + kernel_size % 2
+    return DeltaShape(num_k_heads, num_v_heads, head_k_dim, head_v_dim, kernel_size, width)
 
 
 class Numbers:
@@ -90,7 +88,7 @@ def test_a_scan_is_the_rule_token_by_token(
     if num_pending:
         first = (x[:, :num_pending] for x in (k, v, g, beta))
         later = Prepared(*(x[:, num_pending:] for x in (q, k, v, g, beta)))
-        got, between = scan_behind("cuda", Stash(*first), later, state)
+        got, between = replay_and_scan("cuda", Stash(*first), later, state)
     else:
         got = scan("cuda", q, k, v, g, beta, state)
     assert got.y.dtype == dtype and got.end_state.dtype == mx.float32

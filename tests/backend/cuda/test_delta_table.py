@@ -25,7 +25,7 @@ def table_of(shape: DeltaShape, drawn: Numbers) -> DeltaTable:
     table = DeltaTable(
         drawn(NUM_SLOTS, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim, dtype=mx.float32),
         drawn(2 * NUM_SLOTS, shape.kernel_size - 1 + LONGEST_WINDOW, shape.num_channels),
-        drawn.stash(2 * NUM_SLOTS, LONGEST_WINDOW - 1, shape),
+        *drawn.stash(2 * NUM_SLOTS, LONGEST_WINDOW - 1, shape),
     )
     mx.eval(table)
     return table

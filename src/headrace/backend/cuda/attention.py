@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from headrace.backend.cuda import kernel, ops
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
-from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads
+from headrace.backend.cuda.shapes import HeadShape, ProjectedHeads, Projection
 
 SHORTEST_SPLIT = {64: 256, 128: 256, 256: 128}
 """Keys of a split at least, by head_dim: fewer are not worth the work of putting parts together."""
@@ -104,7 +104,7 @@ def attend(
     slabs: Sequence[tuple[mx.array, mx.array]],
     scale: mx.array,
     sinks: mx.array | None = None,
-    gates: tuple[mx.array, Gate] | None = None,
+    gates: tuple[mx.array, Projection] | None = None,
 ) -> mx.array:
     """`[1, T, num_heads · head_dim]`: what queries `[T, num_heads, head_dim]` find in their rows' slots.
 
@@ -113,19 +113,24 @@ def attend(
 
     plan: int32 `[R, 8]`, see rows.cuh; rows may have no tokens. most: tokens of a row at most.
     slabs: keys and values `[slots, num_kv_heads, capacity, head_dim]`. scale: float32 `[1]`.
+    gates: a projection, and where it has them.
     """
     held, number = _even_number(slabs)
     tiles, splits = -(-most * (shape.num_heads // shape.num_kv_heads) // _TILE), most_splits(shape, most)
     at_once = BLOCKS_AT_ONCE[shape.head_dim]
     # how many splits there are stands in the plan alone
     blocks = min(at_once, plan.shape[0] * shape.num_kv_heads * tiles * splits)
-    gate = Gate(0, 0, 0) if gates is None else gates[1]
+    width, stride = (0, 0) if gates is None else (gates[1].width, gates[1].q_stride)
     if isinstance(queries, ProjectedHeads):
         dtype, num_tokens, normed = queries.projected.dtype, queries.projected.shape[1], queries.norms is not None
         heads, template = _inputs(queries)
     else:
         dtype, num_tokens, normed, heads, template = queries.dtype, queries.shape[0], None, [queries], {}
-    inputs = [plan, scale, _counters(at_once), _partial(at_once, splits + 1, shape.head_dim), *held, *heads]
+    # how many of a tile's splits are done, and what blocks have found of tiles that they share: attention of a layer
+    # waits for that of the layer before
+    counters = kernel.scratch("attend", (at_once,), mx.uint32)
+    partial = kernel.scratch("attend", (at_once, splits + 1, _TILE, shape.head_dim + 4), mx.float32)
+    inputs = [plan, scale, counters, partial, *held, *heads]
     inputs += ([] if sinks is None else [sinks]) + ([] if gates is None else [gates[0]])
     (out,) = _attend(number, sinks is not None, gates is not None, shape.head_dim, normed)(
         inputs,
@@ -134,9 +139,9 @@ def attend(
             "HQ": shape.num_heads,
             "HKV": shape.num_kv_heads,
             "D": shape.head_dim,
-            "GATE_WIDTH": gate.width,
-            "GATE_STRIDE": gate.stride,
-            "GATE_AT": gate.at,
+            "GATE_WIDTH": width,
+            "GATE_STRIDE": stride,
+            "GATE_AT": 0 if gates is None else shape.head_dim,
             "SHORTEST": SHORTEST_SPLIT[shape.head_dim],
             **template,
         },
@@ -172,7 +177,7 @@ def rope_append(
 
 
 def _inputs(heads: ProjectedHeads) -> tuple[list[mx.array], Template]:
-    """Of a kernel that makes them, and its constants."""
+    """Inputs and constants of a kernel that makes the heads."""
     layout = heads.layout
     constants = {
         "ROTARY": layout.rotary,
@@ -198,7 +203,7 @@ def _stage_bytes(head_dim: int) -> int:
 
 
 def _stages(head_dim: int) -> int:
-    """That a block has room for; 0 if there is none for one."""
+    """As many as a block has room for; 0 if it has none."""
     return max(0, min(_STAGES[head_dim], (kernel.largest_block() - _own_bytes(head_dim)) // _stage_bytes(head_dim)))
 
 
@@ -214,24 +219,5 @@ def _runs_in_shared(head_dim: int) -> bool:
 
 
 def most_splits(shape: HeadShape, most: int) -> int:
-    """That a row of so many tokens may have, in whole eights."""
+    """The most splits of a row of so many tokens, in whole eights."""
     return -(-(MOST_SPLITS + most // SHORTEST_SPLIT[shape.head_dim]) // 8) * 8
-
-
-# What is written in place here is shared by all launches: attention of a layer waits for that of the layer before.
-
-
-@cache
-def _counters(num_blocks: int) -> mx.array:
-    """What blocks count with how many of a tile's splits are done: zero between launches."""
-    zeros = mx.zeros((num_blocks,), mx.uint32)
-    mx.eval(zeros)
-    return zeros
-
-
-@cache
-def _partial(num_blocks: int, num_parts: int, head_dim: int) -> mx.array:
-    """Where blocks leave what they have found of a tile that others have a part of, see attention.cuh."""
-    zeros = mx.zeros((num_blocks, num_parts, _TILE, head_dim + 4))
-    mx.eval(zeros)
-    return zeros

@@ -85,7 +85,7 @@ def step(shape: DeltaShape, weights: DeltaWeights, plan: mx.array, projected: mx
     heads, head_v_dim = shape.num_v_heads, shape.head_v_dim
     slices = next(number for number in (1, 2, _MOST_SLICES) if head_v_dim <= number * _WIDEST)
     (out,) = _STEP(
-        (plan, projected, *weights, *table[:2], *table.stash),
+        (plan, projected, *weights, *table),
         {**_template(shape, projected), "Z_AT": shape.z_at, "LONGEST": LONGEST_WINDOW, "SLICES": slices},
         (heads, plan.shape[0], 1),
         _LANES * head_v_dim // slices,
@@ -115,7 +115,7 @@ def prepare_chunks(
     keys = ((num_tokens, shape.num_k_heads, shape.head_k_dim), projected.dtype)
     gates = ((num_tokens, shape.num_v_heads), mx.float32)
     *found, raw = _PREPARE(
-        (plan, stops, projected, *weights[:3], table.raw, *table.stash),
+        (plan, stops, projected, *weights[:3], *table[1:]),
         {**_template(shape, projected), "TOKENS": _PREPARED_TOKENS, "LONGEST": LONGEST_WINDOW},
         (max(1, -(-longest // _PREPARED_TOKENS)), 2 * shape.num_k_heads + shape.num_v_heads, plan.shape[0]),
         _THREADS,

@@ -16,7 +16,7 @@ def step(shape: DeltaShape, weights: DeltaWeights, plan: mx.array, projected: mx
     replays: Rows = []
     chunks: Rows = []
     for lo, num_tokens, num_certain, num_replay, end, slot, old, new in rows:
-        replays.append([old * table.stash.k.shape[1], num_replay, num_replay, 0, slot, old, -1, 0, 0])
+        replays.append([old * table.k.shape[1], num_replay, num_replay, 0, slot, old, -1, 0, 0])
         chunks.append([lo, num_tokens, num_certain, end, slot, old, new, 0, 0])
     k, *others = (array.reshape(-1, *array.shape[2:]) for array in table.stash)
     # the output of a replayed token is not used: its key stands in for its query
@@ -124,11 +124,9 @@ def _prepared(shape: DeltaShape, weights: DeltaWeights, projected: mx.array, inp
 
 
 def gated_norm(shape: DeltaShape, weights: DeltaWeights, y: mx.array, projected: mx.array) -> mx.array:
-    """RMS norm by head, times silu of the gate."""
-    value_dim = shape.num_v_heads * shape.head_v_dim
-    gates = projected[:, :, shape.z_at : shape.z_at + value_dim].astype(mx.float32).reshape(y.shape)
+    gates = projected[:, :, shape.z_at : shape.b_at].astype(mx.float32).reshape(y.shape)
     found = silu(gates) * normed(y.astype(mx.float32), weights.norm, weights.eps, y.dtype)
-    return found.reshape(1, y.shape[0], value_dim).astype(y.dtype)
+    return found.reshape(1, y.shape[0], shape.value_dim).astype(y.dtype)
 
 
 def _padded(tokens: mx.array, length: int) -> mx.array:

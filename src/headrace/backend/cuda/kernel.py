@@ -103,7 +103,6 @@ class CudaKernel:
         return found
 
     def source(self, inputs: Sequence[mx.array], template: Template, outputs: Sequence[mx.Dtype]) -> str:
-        """All of it, for inputs and outputs of these types."""
         parameters = [f"const {_TYPES[array.dtype]}* {name}" for name, array in zip(self._inputs, inputs, strict=True)]
         parameters += [f"{_TYPES[dtype]}* {name}" for name, dtype in zip(self._outputs, outputs, strict=True)]
         constants = []
@@ -119,6 +118,14 @@ class CudaKernel:
         head = f'extern "C" __global__ void {self._bounds}{self._name}({", ".join(parameters)})'
         code = "".join(source_of(file) for file in self._sources)
         return f"{code}\n{head} {{\n{' '.join(constants)}\n{self._body}\n}}\n"
+
+
+@cache
+def scratch(kernel: str, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Zeros that all launches of a kernel share and leave as zeros, or write before they read."""
+    zeros = mx.zeros(shape, dtype)
+    mx.eval(zeros)
+    return zeros
 
 
 H100_BLOCK = 227 << 10

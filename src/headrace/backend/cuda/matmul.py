@@ -220,6 +220,6 @@ def gated(x: mx.array, weights: Weights) -> mx.array:
 
 
 def _is_skinny(x: mx.array, weights: Weights) -> bool:
-    """Whether there are few tokens, of the type that the weights are for: what a model adds may have made it wider."""
+    """Whether there are few tokens, in the weights' type: a model's additions may have widened it."""
     most = MOST_TOKENS_OF_DENSE if weights.scales is None else MOST_TOKENS
     return x.size // x.shape[-1] <= most and x.dtype == weights.activations

@@ -139,7 +139,7 @@ def mix(
 
 @dataclass(frozen=True, slots=True)
 class _MoEVariant:
-    """What kernels are built for; is_guarded: whether blocks of a token or a pair ask how many tokens there are."""
+    """What kernels are built for. is_guarded: whether blocks read the number of real tokens."""
 
     routing: Routing
     bits: int
@@ -153,7 +153,7 @@ class _MoEVariant:
 
     @property
     def counts(self) -> str:
-        """Template arguments that tell what a pair is."""
+        """Template arguments: experts of a token, and whether one is shared."""
         return f"{self.routing.per_token}, {str(self.has_shared).lower()}"
 
     @property
@@ -162,7 +162,7 @@ class _MoEVariant:
         return f"{self.bits}_{self.group_size}_{self.routing.num_experts}_{self.counts.replace(', ', '_')}{guarded}"
 
     def guard(self, each: int) -> str:
-        """What ends a block of a token that there is not, where each token has so many blocks."""
+        """Ends the blocks of padding tokens, where each token has so many blocks."""
         return f"if (blockIdx.y >= num_tokens[0] * {each}) return; " * self.is_guarded
 
     def names(self, matrix: str) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from headrace.backend.cuda.nvrtc import write_whole
-from headrace.backend.transfer import place_source
+from headrace.backend.transfer import launch, place_source
 from headrace.config_loading import built_modules
 
 _PROBE = 16
@@ -54,16 +54,7 @@ def _are_found() -> bool:
     if name is None:
         return False
     try:
-        (found,) = mx.fast.precompiled_cuda_kernel(
-            name=kernel,
-            compiled_source=name,
-            inputs=[],
-            output_shapes=[(_PROBE,)],
-            output_dtypes=[mx.int32],
-            scalars=numbers,
-            grid=(1, 1, 1),
-            threadgroup=(1, 1, 1),
-        )
+        (found,) = launch(kernel, name, [], [(_PROBE,)], mx.int32, numbers)
         return bool(found.tolist() == numbers)
     except RuntimeError:
         return False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from headrace.backend.cuda.shapes import Gate, HeadShape, ProjectedHeads
+from headrace.backend.cuda.shapes import HeadShape, ProjectedHeads, Projection
 from headrace.backend.rope import rotated
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def attend(
     slabs: Sequence[tuple[mx.array, mx.array]],
     scale: mx.array,
     sinks: mx.array | None = None,
-    gates: tuple[mx.array, Gate] | None = None,
+    gates: tuple[mx.array, Projection] | None = None,
 ) -> mx.array:
     """Row by row: softmax over the keys that each token sees, and its sink."""
     if isinstance(queries, ProjectedHeads):
@@ -180,9 +180,9 @@ def attend(
         found = mx.fast.scaled_dot_product_attention(own, keys, values, scale=1.0, mask=visible, sinks=sink)
         out[lo : lo + num_tokens] = found[0].swapaxes(0, 1).astype(out.dtype)
     if gates is not None:
-        projected, place = gates
-        heads = mx.arange(shape.num_heads)[:, None] * place.stride + mx.arange(shape.head_dim) + place.at
-        gate = mx.sigmoid(projected.reshape(-1, place.width)[:, heads].astype(mx.float32))
+        projected, layout = gates
+        heads = mx.arange(shape.num_heads)[:, None] * layout.q_stride + mx.arange(shape.head_dim) + shape.head_dim
+        gate = mx.sigmoid(projected.reshape(-1, layout.width)[:, heads].astype(mx.float32))
         out = (out.astype(mx.float32) * rounded(gate, out.dtype)).astype(out.dtype)
     return out.reshape(1, queries.shape[0], -1)
 

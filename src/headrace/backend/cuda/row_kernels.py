@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from math import gcd
 
 import mlx.core as mx
 
 from headrace.backend.cuda import ops
-from headrace.backend.cuda.kernel import CudaKernel, or_ops
+from headrace.backend.cuda.kernel import CudaKernel, or_ops, scratch
 
 _THREADS = 256
 
@@ -86,18 +85,10 @@ def most_likely(logits: mx.array, otherwise: int) -> mx.array:
     num_rows, num_tokens = logits.shape
     at_a_time = _THREADS * 16 // logits.itemsize
     (out,) = _MOST_LIKELY(
-        (logits, _found(1 << (num_rows - 1).bit_length())),
+        (logits, scratch("most_likely", (1 << (num_rows - 1).bit_length(), 4), mx.uint32)),
         {"T": logits.dtype, "OTHERWISE": otherwise},
         (min(-(-num_tokens // at_a_time), max(1, _BLOCKS_AT_ONCE // num_rows)), num_rows, 1),
         _THREADS,
         (((num_rows,), mx.int32),),
     )
     return out
-
-
-@cache
-def _found(num_rows: int) -> mx.array:
-    """What blocks have found so far, see greedy.cuh."""
-    zeros = mx.zeros((num_rows, 4), mx.uint32)
-    mx.eval(zeros)
-    return zeros

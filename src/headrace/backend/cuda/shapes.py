@@ -14,27 +14,16 @@ LONGEST_WINDOW = 8
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Of an attention layer."""
-
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """Where a layer's projection `[T, width]` has the gates of its heads: head h's begin at `at + h · stride`."""
-
-    width: int
-    at: int
-    stride: int
-
-
-@dataclass(frozen=True, slots=True)
 class Projection:
     """Where a layer's projection `[T, width]` has its heads: query head h at `h · q_stride`, keys and values at `*_at`.
 
-    rotary: leading channels of a head that are rotated.
+    The gate of a query head follows it, where the layer has gates. rotary: leading channels of a head that are rotated.
     """
 
     width: int
@@ -60,8 +49,6 @@ class ProjectedHeads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """Of a gated delta layer."""
-
     num_k_heads: int
     num_v_heads: int
     head_k_dim: int
@@ -69,7 +56,6 @@ class DeltaHeads:
 
     @classmethod
     def of(cls, inner: Any) -> DeltaHeads:
-        """Of a layer of mlx-lm."""
         return DeltaHeads(inner.num_k_heads, inner.num_v_heads, inner.head_k_dim, inner.head_v_dim)
 
     @property
@@ -84,9 +70,22 @@ class DeltaShape(DeltaHeads):
 
     kernel_size: int
     width: int
-    z_at: int
-    b_at: int
-    a_at: int
+
+    @property
+    def value_dim(self) -> int:
+        return self.num_v_heads * self.head_v_dim
+
+    @property
+    def z_at(self) -> int:
+        return self.num_channels
+
+    @property
+    def b_at(self) -> int:
+        return self.z_at + self.value_dim
+
+    @property
+    def a_at(self) -> int:
+        return self.b_at + self.num_v_heads
 
 
 class DeltaWeights(NamedTuple):
@@ -125,10 +124,18 @@ class DeltaTable(NamedTuple):
     """A gated delta layer's running states of all sequences, each of which has a slot; kernels write it in place.
 
     state: float32 `[S, Hv, Dv, Dk]`, a row for each slot. raw: inputs of the convolution, `[2S, kernel_size - 1 +
-    LONGEST_WINDOW, channels]`. stash: uncertain tokens, `[2S, LONGEST_WINDOW - 1, …]`. Rows 2s and 2s + 1 of raw and
-    stash belong to slot s: a step reads one and writes the other, because several blocks read what one of them writes.
+    LONGEST_WINDOW, channels]`. The rest is a stash of uncertain tokens, `[2S, LONGEST_WINDOW - 1, …]`. Rows 2s and
+    2s + 1 of raw and stash belong to slot s: a step reads one and writes the other, because several blocks read what
+    one of them writes.
     """
 
     state: mx.array
     raw: mx.array
-    stash: Stash
+    k: mx.array
+    v: mx.array
+    g: mx.array
+    beta: mx.array
+
+    @property
+    def stash(self) -> Stash:
+        return Stash(*self[2:])

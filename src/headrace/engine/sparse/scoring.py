@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from headrace.models.packed import PackedModel, Row
-from headrace.models.step import LayerQueries, QueryRecorder
+from headrace.models.packed import PackedModel
+from headrace.models.step import LayerQueries, QueryRecorder, Row
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 

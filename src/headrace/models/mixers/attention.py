@@ -9,13 +9,13 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.models.mixers.attention_batches import in_step_order, plan_batches, read_together, write_together
-from headrace.models.step import NO_SPANS, RowSpan, View
+from headrace.models.step import NO_SPANS, Row, View
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
 
 QUERY_BLOCK = 128
-"""Queries that the folded form scores at once: keys after a block are not touched."""
+"""Queries that are folded at once: keys after a block are not touched."""
 SCORE_ELEMENTS = 16 * 1024 * 1024
-"""Scores held at once by the folded form (64 MiB in float32), so that long contexts don't need memory by the square."""
+"""Scores held at once where queries are folded: 64 MiB in float32."""
 
 
 def attend(
@@ -36,17 +36,17 @@ def attend(
 
     Gives `[1, num_heads, T, value_dim]`.
     """
-    spans = view.step.spans
+    rows = view.step.rows
     if window is None and view.step.kernels.attends_in_batches:
         return _attend_in_batches(view, queries, new, scale, sinks)
     states = states_of(view, window)
     if new is not None:
         # all writes before any read: see the in-place contract in state/slabs.py
-        _write_rows(spans, states, new, range(len(spans)))
+        _write_rows(rows, states, new, range(len(rows)))
     if sinks is None and _are_decoding(view):
-        return _attend_tokens(spans, states, queries, scale, window)
+        return _attend_tokens(rows, states, queries, scale, window)
     outputs = [
-        read_row(view, span, state, queries, scale, sinks, window) for span, state in zip(spans, states, strict=True)
+        read_row(view, row, state, queries, scale, sinks, window) for row, state in zip(rows, states, strict=True)
     ]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
@@ -55,54 +55,54 @@ def _attend_in_batches(
     view: View, queries: mx.array, new: tuple[mx.array, mx.array] | None, scale: float, sinks: mx.array | None
 ) -> mx.array:
     """`attend` without a window, for short rows of one slab together."""
-    step, spans = view.step, view.step.spans
-    states = [span.state.full_attention(view.layer) for span in spans]
-    plan = step.once(plan_batches, states)
+    step, rows = view.step, view.step.rows
+    states = [row.state.full_attention(view.layer) for row in rows]
+    plan = step.cached(plan_batches, lambda: plan_batches(step, states))
     if new is not None:
         for one in plan.writes:
             write_together(step, one, states[0], new)
-        _write_rows(spans, states, new, plan.written_alone)
+        _write_rows(rows, states, new, plan.written_alone)
     outputs = [read_together(step, batch, states[0], queries, scale, sinks) for batch in plan.batches]
-    alone = [read_row(view, spans[number], states[number], queries, scale, sinks, None) for number in plan.read_alone]
-    if len(spans) == 1:
+    alone = [read_row(view, rows[number], states[number], queries, scale, sinks, None) for number in plan.read_alone]
+    if len(rows) == 1:
         return alone[0]
     outputs += [found.swapaxes(0, 2) for found in alone]
     return in_step_order(step, plan, outputs)
 
 
 def _write_rows(
-    spans: Sequence[RowSpan],
+    rows: Sequence[Row],
     states: Sequence[FullAttentionState | SlidingAttentionState],
     new: tuple[mx.array, mx.array],
     numbers: Sequence[int],
 ) -> None:
     """Write the keys and values of these rows, one by one, and take their snapshots."""
-    keys, values = (_by_row(spans, array) for array in new) if numbers else ((), ())
+    keys, values = (_by_row(rows, array) for array in new) if numbers else ((), ())
     for number in numbers:
-        span, state = spans[number], states[number]
-        state.write(span.start, keys[number], values[number])
-        for length in span.state.snapshot_points:
+        row, state = rows[number], states[number]
+        state.write(row.start, keys[number], values[number])
+        for length in row.state.snapshot_points:
             state.take_snapshot(length)
 
 
-def _by_row(spans: Sequence[RowSpan], array: mx.array) -> Sequence[mx.array]:
+def _by_row(rows: Sequence[Row], array: mx.array) -> Sequence[mx.array]:
     """The parts `[1, heads, n, dim]` of an array `[1, heads, T, dim]` that belong to each row."""
     # one operation for all of them
-    return list(mx.split(array, [span.lo for span in spans[1:]], axis=2)) if len(spans) > 1 else [array]
+    return list(mx.split(array, [row.lo for row in rows[1:]], axis=2)) if len(rows) > 1 else [array]
 
 
 def _are_decoding(view: View) -> bool:
-    """Whether each row is one token, whose query sees what was written before it and isn't recorded."""
+    """Whether each row is one token that sees all keys before it and isn't recorded."""
     step = view.step
     return (
         step.kernels.folds_query_heads
-        and step.num_tokens == len(step.spans)
-        and all(span.recorder is None and span.bidirectional is NO_SPANS for span in step.spans)
+        and step.num_tokens == len(step.rows)
+        and all(row.recorder is None and row.bidirectional is NO_SPANS for row in step.rows)
     )
 
 
 def _attend_tokens(
-    spans: Sequence[RowSpan],
+    rows: Sequence[Row],
     states: Sequence[FullAttentionState | SlidingAttentionState],
     queries: mx.array,
     scale: float,
@@ -114,13 +114,13 @@ def _attend_tokens(
     by_token = scaled if num_rows == 1 else scaled.swapaxes(1, 2)
     outputs: list[mx.array] = []
     folded: Sequence[mx.array] = []
-    for row, (span, state) in enumerate(zip(spans, states, strict=True)):
-        first, _ = reach(span, span.start, span.end, window)
-        keys, values = state.read(first, span.end)
+    for number, (row, state) in enumerate(zip(rows, states, strict=True)):
+        first, _ = reach(row, row.start, row.end, window)
+        keys, values = state.read(first, row.end)
         if not folded:
             by_head = by_token.reshape(num_rows, keys.shape[1], -1, head_dim)
             folded = list(mx.split(by_head, num_rows)) if num_rows > 1 else [by_head]
-        weights = mx.softmax(folded[row] @ keys.swapaxes(-1, -2), axis=-1, precise=True)
+        weights = mx.softmax(folded[number] @ keys.swapaxes(-1, -2), axis=-1, precise=True)
         outputs.append(weights @ values)
     joined = mx.concatenate(outputs) if num_rows > 1 else outputs[0]
     return (
@@ -132,7 +132,7 @@ def _attend_tokens(
 
 def read_row(
     view: View,
-    span: RowSpan,
+    row: Row,
     state: FullAttentionState | SlidingAttentionState,
     queries: mx.array,
     scale: float,
@@ -141,37 +141,37 @@ def read_row(
 ) -> mx.array:
     """`attend` for one row, whose keys and values are written: `[1, num_heads, n, value_dim]`."""
     kernels = view.step.kernels
-    fold = kernels.folds_query_heads and sinks is None
-    if span.recorder is not None and span.picks and window is None:
-        span.recorder.record(view.layer, queries, span.picks, scale, sinks)
+    if row.recorder is not None and row.picks and window is None:
+        row.recorder.record(view.layer, queries, row.picks, scale, sinks)
     outputs = []
-    for lo, hi, bidirectional in _parts(span, window is not None, kernels.goes_token_by_token):
-        start, end = span.start + lo - span.lo, span.start + hi - span.lo
-        first, positions = reach(span, start, end, window)
-        read, part = state.read(first, end), queries[:, :, lo:hi]
-        if fold:
-            outputs.append(_folded(part, *read, scale, window, positions, bidirectional=bidirectional))
-        else:
-            outputs.append(
-                _fused(
-                    *(part, *read, scale, window, sinks, positions),
-                    bidirectional=bidirectional,
-                    score_bytes=kernels.score_bytes(queries.shape[3], hi - lo),
-                    cached=view.step.cached,
-                )
-            )
+    for lo, hi, bidirectional in _parts(row, window is not None, kernels.goes_token_by_token):
+        start, end = row.start + lo - row.lo, row.start + hi - row.lo
+        first, positions = reach(row, start, end, window)
+        found = _attention(
+            queries[:, :, lo:hi],
+            *state.read(first, end),
+            scale,
+            window,
+            positions,
+            sinks,
+            folds=kernels.folds_query_heads and sinks is None,
+            bidirectional=bidirectional,
+            score_bytes=kernels.score_bytes(queries.shape[3], hi - lo),
+            cached=view.step.cached,
+        )
+        outputs.append(found)
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
-def _parts(span: RowSpan, has_window: bool, token_by_token: bool) -> list[tuple[int, int, bool]]:
+def _parts(row: Row, has_window: bool, token_by_token: bool) -> list[tuple[int, int, bool]]:
     """The row's tokens, split at bidirectional runs, and whether a part is one.
 
     The rest in one part or, under a window, one by one: its sums then run over the same keys as in decoding.
     """
     parts: list[tuple[int, int, bool]] = []
-    done = span.lo
-    runs = span.bidirectional.windowed if has_window else span.bidirectional.full
-    for lo, hi in (*((span.lo + lo, span.lo + hi) for lo, hi in runs), (span.hi, span.hi)):
+    done = row.lo
+    runs = row.bidirectional.windowed if has_window else row.bidirectional.full
+    for lo, hi in (*((row.lo + lo, row.lo + hi) for lo, hi in runs), (row.hi, row.hi)):
         if has_window and token_by_token:
             parts += [(token, token + 1, False) for token in range(done, lo)]
         elif lo > done:
@@ -182,14 +182,14 @@ def _parts(span: RowSpan, has_window: bool, token_by_token: bool) -> list[tuple[
     return parts
 
 
-def reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int, mx.array | None]:
+def reach(row: Row, start: int, end: int, window: int | None) -> tuple[int, mx.array | None]:
     """The first token visible to any of the tokens `start` to `end`, and positions from there on if they have gaps."""
     if window is None:
         return 0, None
     first = max(0, start - window + 1)
-    if span.positions is None:
+    if row.positions is None:
         return first, None
-    positions = span.positions.at(first, end)
+    positions = row.positions.at(first, end)
     if positions[-1] - positions[0] == end - first - 1:
         return first, None
     hidden = int(np.searchsorted(positions, positions[start - first] - window, side="right"))
@@ -197,11 +197,11 @@ def reach(span: RowSpan, start: int, end: int, window: int | None) -> tuple[int,
 
 
 def states_of(view: View, window: int | None) -> Sequence[FullAttentionState | SlidingAttentionState]:
-    layer, spans = view.layer, view.step.spans
+    layer, rows = view.layer, view.step.rows
     if window is None:
-        return [span.state.full_attention(layer) for span in spans]
+        return [row.state.full_attention(layer) for row in rows]
     make = partial(SlidingAttentionState, window)
-    return [span.state.layer(layer, make) for span in spans]
+    return [row.state.layer(layer, make) for row in rows]
 
 
 def _visible(num_queries: int, num_keys: int, window: int | None, positions: mx.array | None) -> mx.array:
@@ -226,43 +226,52 @@ def _within_window(num_queries: int, num_keys: int, window: int | None, num_behi
     return mx.arange(num_keys)[None] > mx.arange(last - num_queries, last)[:, None] - window
 
 
-def _fused(
+def _attention(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     scale: float,
     window: int | None,
-    sinks: mx.array | None,
     positions: mx.array | None = None,
+    sinks: mx.array | None = None,
     *,
+    folds: bool,
     bidirectional: bool = False,
     score_bytes: int | None = None,
     cached: Callable[[Hashable, Callable[[], mx.array]], mx.array] = lambda key, make: make(),
 ) -> mx.array:
-    """The library's attention.
+    """Attention of the queries of the last keys, in blocks that bound the scores' memory.
 
-    score_bytes: see `Kernels.score_bytes`; queries are cut into blocks for it. cached: see `PackedStep.cached`.
+    folds: whether by our matmuls, see `Kernels.folds_query_heads`, or by the library's attention, whose scores take
+    at most `score_bytes`. positions: of the keys, if they have gaps. cached: see `PackedStep.cached`.
     """
     _, num_heads, num_queries, _ = queries.shape
     num_keys, block = keys.shape[2], num_queries
-    if score_bytes is not None:
-        block = max(1, min(block, score_bytes // (num_heads * num_keys * queries.dtype.size)))
-    if num_queries == 1:
-        positions = None  # it sees all keys that were read for it
+    if folds:
+        block = min(QUERY_BLOCK, SCORE_ELEMENTS // (num_heads * num_keys))
+    elif score_bytes is not None:
+        block = score_bytes // (num_heads * num_keys * queries.dtype.size)
     outputs = []
-    for own, seen, num_behind in _blocks(num_queries, num_keys, block, window, bidirectional=bidirectional):
+    for own, seen, num_behind in _blocks(num_queries, num_keys, max(1, block), window, bidirectional=bidirectional):
         num_own, num_seen = own.stop - own.start, seen.stop - seen.start
-        mask: mx.array | str | None = None if num_own == 1 else "causal"
+        mask: mx.array | str | None = None
         if bidirectional:
             mask = _within_window(num_own, num_seen, window, num_behind)
-        elif window is not None and ((num_own > 1 and num_seen > window) or positions is not None):
-            make = partial(_visible, num_own, num_seen, window, None if positions is None else positions[seen])
-            mask = cached((_visible, num_own, num_seen, window), make) if positions is None else make()
-        outputs.append(
-            mx.fast.scaled_dot_product_attention(
-                queries[:, :, own], keys[:, :, seen], values[:, :, seen], scale=scale, mask=mask, sinks=sinks
-            )
-        )
+        elif num_queries == 1:
+            pass  # it sees all keys that were read for it
+        elif folds or positions is not None:
+            mask = _visible(num_own, num_seen, window, None if positions is None else positions[seen])
+        elif window is not None and num_own > 1 and num_seen > window:
+            make = partial(_visible, num_own, num_seen, window, None)
+            mask = cached((_visible, num_own, num_seen, window), make)
+        elif num_own > 1:
+            mask = "causal"
+        part = queries[:, :, own], keys[:, :, seen], values[:, :, seen]
+        if folds:
+            assert not isinstance(mask, str)
+            outputs.append(_folded(*part, scale, mask))
+        else:
+            outputs.append(mx.fast.scaled_dot_product_attention(*part, scale=scale, mask=mask, sinks=sinks))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
@@ -281,36 +290,8 @@ def _blocks(
         yield slice(lo, hi), slice(start, end), end - last
 
 
-def _folded(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    window: int | None,
-    positions: mx.array | None = None,
-    *,
-    bidirectional: bool = False,
-) -> mx.array:
-    """The query heads of a key head as rows of one matmul, queries in blocks that bound the scores' memory."""
-    _, num_heads, num_queries, _ = queries.shape
-    num_keys = keys.shape[2]
-    block = max(1, min(QUERY_BLOCK, SCORE_ELEMENTS // (num_heads * num_keys)))
-    outputs = []
-    for own, seen, num_behind in _blocks(num_queries, num_keys, block, window, bidirectional=bidirectional):
-        num_own, num_seen = own.stop - own.start, seen.stop - seen.start
-        if bidirectional:
-            visible = _within_window(num_own, num_seen, window, num_behind)
-        elif num_queries > 1:
-            visible = _visible(num_own, num_seen, window, None if positions is None else positions[seen])
-        else:
-            visible = None
-        outputs.append(_folded_block(queries[:, :, own], keys[:, :, seen], values[:, :, seen], scale, visible))
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-
-
-def _folded_block(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, visible: mx.array | None
-) -> mx.array:
+def _folded(queries: mx.array, keys: mx.array, values: mx.array, scale: float, visible: mx.array | None) -> mx.array:
+    """The query heads of a key head as rows of one matmul."""
     _, num_heads, num_queries, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads

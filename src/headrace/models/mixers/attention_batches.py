@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from headrace.models.step import NO_SPANS, PackedStep, RowSpan
+from headrace.models.step import NO_SPANS, PackedStep, Row
 from headrace.state.attention import FullAttentionState
 from headrace.state.slabs import BatchSlab
 
@@ -61,53 +61,53 @@ class BatchPlan:
 
 def plan_batches(step: PackedStep, states: Sequence[FullAttentionState]) -> BatchPlan:
     by_slab: dict[int, list[int]] = {}
-    for number, (span, state) in enumerate(zip(step.spans, states, strict=True)):
-        is_plain = span.recorder is None and span.bidirectional is NO_SPANS
-        if isinstance(state.slot.slab, BatchSlab) and is_plain and span.num_tokens <= LONGEST_QUERY:
+    for number, (row, state) in enumerate(zip(step.rows, states, strict=True)):
+        is_plain = row.recorder is None and row.bidirectional is NO_SPANS
+        if isinstance(state.slot.slab, BatchSlab) and is_plain and row.num_tokens <= LONGEST_QUERY:
             by_slab.setdefault(id(state.slot.slab), []).append(number)
     writes, batches, written, read = [], [], set[int](), set[int]()
     for numbers in by_slab.values():
         if len(numbers) > 1:
-            writes.append(_slab_tokens([(step.spans[number], states[number]) for number in numbers]))
+            writes.append(_slab_tokens([(step.rows[number], states[number]) for number in numbers]))
             written.update(numbers)
-        for num_tokens in {step.spans[number].num_tokens for number in numbers}:
-            own = [number for number in numbers if step.spans[number].num_tokens == num_tokens]
-            batch = _batch([(step.spans[number], states[number]) for number in own])
+        for num_tokens in {step.rows[number].num_tokens for number in numbers}:
+            own = [number for number in numbers if step.rows[number].num_tokens == num_tokens]
+            batch = _batch([(step.rows[number], states[number]) for number in own])
             if len(own) > 1 and batch.end - batch.start <= 2 * len(own):
                 batches.append(batch)
                 read.update(own)
-    alone = [number for number in range(len(step.spans)) if number not in read]
+    alone = [number for number in range(len(step.rows)) if number not in read]
     computed = [token for batch in batches for token in batch.tokens]
-    computed += [token for number in alone for token in range(step.spans[number].lo, step.spans[number].hi)]
+    computed += [token for number in alone for token in range(step.rows[number].lo, step.rows[number].hi)]
     place = {token: index for index, token in enumerate(computed)}
     return BatchPlan(
         tuple(writes),
         tuple(batches),
-        tuple([number for number in range(len(step.spans)) if number not in written]),
+        tuple([number for number in range(len(step.rows)) if number not in written]),
         tuple(alone),
         tuple([place[token] for token in range(step.num_tokens)]),
     )
 
 
-def _slab_tokens(rows: Sequence[tuple[RowSpan, FullAttentionState]]) -> SlabTokens:
+def _slab_tokens(rows: Sequence[tuple[Row, FullAttentionState]]) -> SlabTokens:
     slab = rows[0][1].slot.slab
     assert isinstance(slab, BatchSlab)
-    tokens = [token for span, _ in rows for token in range(span.lo, span.hi)]
-    places = [(state.slot.row, place) for span, state in rows for place in range(span.start, span.end)]
+    tokens = [token for row, _ in rows for token in range(row.lo, row.hi)]
+    places = [(state.slot.row, place) for row, state in rows for place in range(row.start, row.end)]
     return SlabTokens(slab, tuple(tokens), tuple(places))
 
 
-def _batch(rows: Sequence[tuple[RowSpan, FullAttentionState]]) -> Batch:
-    by_row = {state.slot.row: span for span, state in rows}
-    slab, (span, *_) = rows[0][1].slot.slab, by_row.values()
+def _batch(rows: Sequence[tuple[Row, FullAttentionState]]) -> Batch:
+    by_row = {state.slot.row: row for row, state in rows}
+    slab, (row, *_) = rows[0][1].slot.slab, by_row.values()
     assert isinstance(slab, BatchSlab)
     start, end = min(by_row), max(by_row) + 1
     tokens: list[int] = []
     last: list[tuple[int, ...]] = []
-    for row in range(start, end):
-        own = by_row.get(row)
-        tokens += (_NONE,) * span.num_tokens if own is None else range(own.lo, own.hi)
-        last.append((0,) * span.num_tokens if own is None else tuple(range(own.start, own.end)))
+    for index in range(start, end):
+        own = by_row.get(index)
+        tokens += (_NONE,) * row.num_tokens if own is None else range(own.lo, own.hi)
+        last.append((0,) * row.num_tokens if own is None else tuple(range(own.start, own.end)))
     return Batch(slab, start, end, tuple(tokens), tuple(last), max(each.end for each in by_row.values()))
 
 

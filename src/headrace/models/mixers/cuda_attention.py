@@ -13,21 +13,13 @@ import mlx.nn as nn
 import numpy as np
 
 from headrace.backend.cuda import attention as kernels
-from headrace.backend.cuda.shapes import ProjectedHeads
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, ProjectedHeads
 from headrace.models.fused_linear import FusedLinear
 from headrace.models.mixers.attention import reach, read_row, states_of
-from headrace.models.mixers.fused import (
-    MOST_TOKENS,
-    KindInputs,
-    LayerInputs,
-    Table,
-    next_power_of_two,
-    padded_row_tokens,
-    padded_size,
-)
 from headrace.models.mixers.parts import AttentionParts
+from headrace.models.padding import PaddedSize, next_power_of_two, padded_row_tokens, padded_size
 from headrace.models.positions import MropeSections
-from headrace.models.step import PackedStep, RowSpan, View, WindowMask
+from headrace.models.step import KernelInputs, PackedStep, Row, Table, View, WindowMask
 from headrace.state.attention import FullAttentionState, SlidingAttentionState
 from headrace.state.layer import LayerKey
 from headrace.state.slabs import Slab
@@ -38,58 +30,65 @@ prediction head leaves fewer unread (speculate/speculator.py), of which the libr
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Where a step's rows have their keys and values.
+class _AttentionPlan:
+    """Which keys and values a step's rows read, see rows.cuh.
 
-    slabs: the last one repeated up to a power of two, so that there are fewer compiled variants; none in layers with a
-    window. plans: of all rows, and of those that the kernel takes together. most: the most tokens of such a row, 0
-    without such rows. all_together: whether all rows are such.
+    tables: of all rows, and of those that the kernel takes if these are fewer. is_fused: by row, whether it is such.
+    max_tokens: of such a row, padded. slabs: of full attention, the last one repeated up to a power of two, so that
+    there are fewer compiled variants.
     """
 
-    slabs: tuple[Slab, ...]
-    plans: tuple[Table, ...]
-    most: int
-    all_together: bool
+    tables: tuple[Table, ...]
+    is_fused: Sequence[bool]
+    max_tokens: int
+    slabs: Sequence[Slab] = ()
 
 
-def _in_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Places:
-    """Places in full-attention layers: a row's tokens begin where its slot does in the slab."""
+def _plan_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _AttentionPlan:
+    """Of full attention: a row's tokens begin where its slot does in the slab."""
     slabs = list({id(state.slot.slab): state.slot.slab for state in states}.values())
     numbers = {id(slab): number for number, slab in enumerate(slabs)}
-    rows = []
-    for span, state in zip(step.spans, states, strict=True):
+    table = []
+    for row, state in zip(step.rows, states, strict=True):
         slot = state.slot
         place = (numbers[id(slot.slab)], 0, slot.slab.capacity, 0, slot.start + state.first)
-        rows.append((span.lo, span.hi - span.lo, slot.start + span.start, *place))
-    together = [row for row, span in zip(rows, step.spans, strict=True) if _goes_together(step, span, None)]
+        table.append((row.lo, row.hi - row.lo, slot.start + row.start, *place))
     slabs += slabs[-1:] * (next_power_of_two(len(slabs)) - len(slabs))
-    return _places(step, rows, together, tuple(slabs))
+    return _plan(step, table, None, slabs)
 
 
-def _in_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], window: int) -> _Places:
-    """Places in layers with a window: for the kernels a row's buffer is a slab, whose first token is the base."""
-    rows = [
-        (span.lo, span.num_tokens, span.start - state.base, slab, 0, state.capacity, window, 0)
-        for slab, (span, state) in enumerate(zip(step.spans, states, strict=True))
+def _plan_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], window: int) -> _AttentionPlan:
+    """Of layers with a window: for the kernels a row's buffer is a slab, whose first token is the base."""
+    table = [
+        (row.lo, row.hi - row.lo, row.start - state.base, slab, 0, state.capacity, window, 0)
+        for slab, (row, state) in enumerate(zip(step.rows, states, strict=True))
     ]
-    together = [row for row, span in zip(rows, step.spans, strict=True) if _goes_together(step, span, window)]
-    return _places(step, rows, together, ())
+    return _plan(step, table, window)
 
 
-def _places(
-    step: PackedStep, rows: Sequence[tuple[int, ...]], together: Sequence[tuple[int, ...]], slabs: tuple[Slab, ...]
-) -> _Places:
-    plan = tuple(rows)
-    if not together:
-        return _Places(slabs, (plan,), 0, False)
-    most = padded_row_tokens(max([num_tokens for _, num_tokens, *_ in together]))
-    if len(together) < len(rows):
-        return _Places(slabs, (plan, tuple(together)), most, False)
-    size = padded_size(step.spans)
-    if most > MOST_TOKENS:  # the most that there may be: prompts of all lengths share few variants
-        most = size.num_tokens
-    plan = size.padded(plan)
-    return _Places(slabs, (plan, plan), most, True)
+def _plan(
+    step: PackedStep, table: Sequence[tuple[int, ...]], window: int | None, slabs: Sequence[Slab] = ()
+) -> _AttentionPlan:
+    is_fused = [_is_fused(step, row, window) for row in step.rows]
+    fused = [numbers for numbers, each in zip(table, is_fused, strict=True) if each]
+    if not fused:
+        return _AttentionPlan((tuple(table),), is_fused, 0, slabs)
+    max_tokens = padded_row_tokens(max([num_tokens for _, num_tokens, *_ in fused]))
+    if len(fused) < len(table):
+        return _AttentionPlan((tuple(table), tuple(fused)), is_fused, max_tokens, slabs)
+    size = padded_size(step.rows)
+    if max_tokens > LONGEST_WINDOW:  # the most that there may be: prompts of all lengths share few variants
+        max_tokens = size.num_tokens
+    return _AttentionPlan((size.padded(tuple(table)),), is_fused, max_tokens, slabs)
+
+
+def _is_fused(step: PackedStep, row: Row, window: int | None) -> bool:
+    """Whether the kernel takes this row: its windows count indices, so positions with gaps don't fit."""
+    if row.num_tokens > max(SHORT_ROW_TOKENS, step.kernels.attention_pairs // row.end):
+        return False
+    if window is None:
+        return not row.bidirectional.full
+    return not row.bidirectional.windowed and reach(row, row.start, row.end, window)[1] is None
 
 
 class CudaAttentionMixer(nn.Module):
@@ -123,73 +122,101 @@ class CudaAttentionMixer(nn.Module):
         if isinstance(mask, WindowMask) and mask.window != cache.window:
             raise ValueError(f"a mask of {mask.window} tokens at a layer whose window is {cache.window}")
         step = cache.step
-        if step.layer_io is not None:
-            inputs = step.layer_io.inputs[cache.layer]
-            output, step.layer_io.outputs[cache.layer] = self.compute(x, step.positions, inputs, residual, factor)
-            return output
+        if step.compiled is not None:
+            return self.compute(x, step.positions, step.compiled.inputs[cache.layer], residual, factor)
         states: Sequence[Any] = states_of(cache, cache.window)
         if cache.window is None:
-            places = step.once(_in_slots, states)
-            arrays = self.stored(cache.layer, places.slabs)
+            plan = step.cached(_plan_slots, lambda: _plan_slots(step, states))
+            arrays = self._stored(cache.layer, plan.slabs)
         else:
-            arrays = self.buffers(step, states)
-            places = _in_buffers(step, states, cache.window)
-        together = [span for span in step.spans if _goes_together(step, span, cache.window)]
-        inputs = LayerInputs([step.shared(table) for table in places.plans], arrays, (places.most,))
+            arrays = self._buffers(step, states)
+            plan = _plan_buffers(step, states, cache.window)
+        inputs = KernelInputs([step.shared(table) for table in plan.tables], arrays, plan.max_tokens)
         projected = self._project(x)
         queries = self._rotated(self._heads(projected, step.positions), inputs, factor)
-        for span, state in zip(step.spans, states, strict=True):
-            for length in span.state.snapshot_points:
+        for row, state in zip(step.rows, states, strict=True):
+            for length in row.state.snapshot_points:
                 state.take_snapshot(length)
-        for span in together:
-            if span.recorder is not None and span.picks and cache.window is None:
-                span.recorder.record(cache.layer, queries.swapaxes(0, 1)[None], span.picks, self._parts.scale, None)
-        found = self._window(queries, projected, inputs) if together else None
-        if found is None or len(together) < len(states):
-            parts = []
-            for span, state in zip(step.spans, states, strict=True):
-                if found is not None and _goes_together(step, span, cache.window):
-                    parts.append(found[:, span.lo : span.hi])
-                else:
-                    parts.append(self._chunk(cache, span, state, queries, projected))
-            found = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
-        return self._out(found, residual)
-
-    @staticmethod
-    def together(mixers: Mapping[LayerKey, CudaAttentionMixer], window: Any) -> AttentionLayers:
-        return AttentionLayers(mixers, window)
+        for row, is_fused in zip(step.rows, plan.is_fused, strict=True):
+            if is_fused and row.recorder is not None and row.picks and cache.window is None:
+                row.recorder.record(cache.layer, queries.swapaxes(0, 1)[None], row.picks, self._parts.scale, None)
+        found = self._attend(queries, projected, inputs) if plan.max_tokens else None
+        if found is not None and all(plan.is_fused):
+            return self._out(found, residual)
+        parts = [
+            self._chunk(cache, row, state, queries, projected)
+            if found is None or not is_fused
+            else found[:, row.lo : row.hi]
+            for row, state, is_fused in zip(step.rows, states, plan.is_fused, strict=True)
+        ]
+        return self._out(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1), residual)
 
     def compute(
         self,
         x: mx.array,
         positions: mx.array,
-        inputs: LayerInputs,
+        inputs: KernelInputs[mx.array],
         residual: mx.array | None = None,
         factor: mx.array | None = None,
-    ) -> tuple[mx.array, Sequence[mx.array]]:
-        """Input `[1, T, hidden]` to output, residual added, and no array: keys and values are written in place.
-
-        factor: on queries, `[T, 1]`.
-        """
+    ) -> mx.array:
+        """Input `[1, T, hidden]` to output, residual added; factor: on queries, `[T, 1]`."""
         projected = self._project(x)
         heads = self._heads(projected, positions)
         # Of windows one kernel rotates the heads and attends. Of chunks it would rotate each key again for every tile
         # of queries that sees it: 19 ms a layer for 2,048 tokens.
-        is_one_kernel = factor is None and inputs.constants[0] <= MOST_TOKENS
+        is_one_kernel = factor is None and inputs.max_tokens <= LONGEST_WINDOW
         queries = heads if is_one_kernel else self._rotated(heads, inputs, factor)
-        return self._out(self._window(queries, projected, inputs), residual), ()
+        return self._out(self._attend(queries, projected, inputs), residual)
 
-    def stored(self, layer: LayerKey, slabs: Sequence[Slab]) -> list[mx.array]:
+    @staticmethod
+    def kind_inputs(
+        step: PackedStep, mixers: Mapping[LayerKey, CudaAttentionMixer], window: Any, size: PaddedSize
+    ) -> KernelInputs[Table] | None:
+        """Of all layers with this window in a compiled step; None if the kernel doesn't take some row."""
+        arrays: list[mx.array] = []
+        if window is None:
+            last = list(mixers)[-1]
+            new = [row.state for row in step.rows if not row.state.has_layer(last)]
+            if new:
+                with new[0].pool.together():  # what layers are restored from
+                    for state, layer in product(new, mixers):
+                        state.full_attention(layer)
+            plan = _plan_slots(step, [row.state.full_attention(last) for row in step.rows])
+            for layer, mixer in mixers.items():
+                arrays += mixer._stored(layer, plan.slabs)
+        else:
+            make = partial(SlidingAttentionState, window)
+            for layer, mixer in mixers.items():
+                states = [row.state.layer(layer, make) for row in step.rows]
+                own = mixer._buffers(step, states)
+                arrays += own + own[-2:] * (size.num_rows - len(step.rows))
+            plan = _plan_buffers(step, states, window)
+        return KernelInputs(plan.tables, arrays, plan.max_tokens) if all(plan.is_fused) else None
+
+    @staticmethod
+    def keep_outputs(
+        step: PackedStep,
+        mixers: Mapping[LayerKey, CudaAttentionMixer],
+        window: Any,
+        outputs: Sequence[Sequence[mx.array]],
+    ) -> None:
+        """Take snapshots; keys and values are written in place."""
+        for row in step.rows:
+            for length in row.state.snapshot_points:
+                for layer in mixers:
+                    row.state.layer(layer, partial(SlidingAttentionState, window or 0)).take_snapshot(length)
+
+    def _stored(self, layer: LayerKey, slabs: Sequence[Slab]) -> list[mx.array]:
         """Keys and values of the slabs, made where no row has written the layer."""
         for slab in slabs:
             slab.prepare(layer, *self._like)
         return [stored[layer] for slab in slabs for stored in (slab.keys, slab.values)]
 
-    def buffers(self, step: PackedStep, states: Sequence[SlidingAttentionState]) -> list[mx.array]:
+    def _buffers(self, step: PackedStep, states: Sequence[SlidingAttentionState]) -> list[mx.array]:
         """Keys and values of rows in a layer with a window, with room for the step's tokens."""
         arrays: list[mx.array] = []
-        for span, state in zip(step.spans, states, strict=True):
-            state.prepare(span.start, span.num_tokens, *self._like)
+        for row, state in zip(step.rows, states, strict=True):
+            state.prepare(row.start, row.num_tokens, *self._like)
             arrays += state.arrays()
         return arrays
 
@@ -201,89 +228,39 @@ class CudaAttentionMixer(nn.Module):
         places = positions if has_axes else positions[None]
         return ProjectedHeads(self._parts.layout, projected, places, (self._frequencies, axes), self._norms)
 
-    def _rotated(self, heads: ProjectedHeads, inputs: LayerInputs, factor: mx.array | None) -> mx.array:
+    def _rotated(self, heads: ProjectedHeads, inputs: KernelInputs[mx.array], factor: mx.array | None) -> mx.array:
         """Queries `[T, num_heads, head_dim]`; keys and values are in their slots once these are."""
         queries = kernels.rope_append(self._parts.shape, inputs.tables[0], heads, _pairs(inputs))
         return queries if factor is None else queries * factor[..., None]
 
-    def _window(self, queries: mx.array | ProjectedHeads, projected: mx.array, inputs: LayerInputs) -> mx.array:
-        """Attention of rows of few tokens, `[1, T, num_heads · head_dim]`, undefined elsewhere."""
-        (most,) = inputs.constants
-        gate = self._parts.gate
-        gates = None if gate is None else (projected, gate)
+    def _attend(
+        self, queries: mx.array | ProjectedHeads, projected: mx.array, inputs: KernelInputs[mx.array]
+    ) -> mx.array:
+        """`[1, T, num_heads · head_dim]`, undefined in rows that the last table doesn't have."""
+        parts, slabs = self._parts, _pairs(inputs)
+        gates = (projected, parts.layout) if parts.is_gated else None
         return kernels.attend(
-            self._parts.shape, inputs.tables[1], most, queries, _pairs(inputs), self._scale, self._parts.sinks, gates
+            parts.shape, inputs.tables[-1], inputs.max_tokens, queries, slabs, self._scale, parts.sinks, gates
         )
 
     def _chunk(
         self,
         view: View,
-        span: RowSpan,
+        row: Row,
         state: FullAttentionState | SlidingAttentionState,
         queries: mx.array,
         projected: mx.array,
     ) -> mx.array:
-        """Attention of one row, `[1, n, num_heads · head_dim]`."""
-        shape, gate = self._parts.shape, self._parts.gate
-        parts = self._parts
-        found = read_row(view, span, state, queries.swapaxes(0, 1)[None], parts.scale, parts.sinks, view.window)
+        """Attention of one row by the library, `[1, n, num_heads · head_dim]`."""
+        parts, stride = self._parts, self._parts.layout.q_stride
+        found = read_row(view, row, state, queries.swapaxes(0, 1)[None], parts.scale, parts.sinks, view.window)
         found = found.swapaxes(1, 2)
-        if gate is not None:
-            heads = projected[:, span.lo : span.hi, : shape.num_heads * gate.stride]
-            gates = heads.reshape(1, span.num_tokens, shape.num_heads, gate.stride)[..., gate.at :]
+        if parts.is_gated:
+            heads = projected[:, row.lo : row.hi, : parts.shape.num_heads * stride]
+            gates = heads.reshape(1, row.num_tokens, parts.shape.num_heads, stride)[..., parts.shape.head_dim :]
             found = found * mx.sigmoid(gates)
-        return found.reshape(1, span.num_tokens, -1)
+        return found.reshape(1, row.num_tokens, -1)
 
 
-class AttentionLayers:
-    """All such layers of a model with the same window in steps of few tokens."""
-
-    def __init__(self, mixers: Mapping[LayerKey, CudaAttentionMixer], window: int | None) -> None:
-        self._mixers = mixers
-        self._window = window
-        self._last = list(mixers)[-1]
-
-    def inputs(self, step: PackedStep) -> KindInputs | None:
-        """Their inputs in this step; None if some row can't be compiled."""
-        places, arrays = self._in_slots(step) if self._window is None else self._in_buffers(step, self._window)
-        return KindInputs(places.plans, arrays, (places.most,)) if places.all_together else None
-
-    def _in_slots(self, step: PackedStep) -> tuple[_Places, list[mx.array]]:
-        new = [span.state for span in step.spans if not span.state.has_layer(self._last)]
-        if new:
-            with new[0].pool.together():  # what layers are restored from
-                for state, layer in product(new, self._mixers):
-                    state.full_attention(layer)
-        states = [span.state.full_attention(self._last) for span in step.spans]
-        places = _in_slots(step, states)
-        return places, [one for layer, mixer in self._mixers.items() for one in mixer.stored(layer, places.slabs)]
-
-    def _in_buffers(self, step: PackedStep, window: int) -> tuple[_Places, list[mx.array]]:
-        arrays: list[mx.array] = []
-        make = partial(SlidingAttentionState, window)
-        num_added = padded_size(step.spans).num_rows - len(step.spans)
-        for layer, mixer in self._mixers.items():
-            states = [span.state.layer(layer, make) for span in step.spans]
-            own = mixer.buffers(step, states)
-            arrays += own + own[-2:] * num_added
-        return _in_buffers(step, states, window), arrays
-
-    def keep_outputs(self, step: PackedStep, outputs: Sequence[Sequence[mx.array]]) -> None:
-        """Take snapshots; keys and values are written in place."""
-        for span in step.spans:
-            for length in span.state.snapshot_points:
-                for layer in self._mixers:
-                    span.state.layer(layer, partial(SlidingAttentionState, self._window or 0)).take_snapshot(length)
-
-
-def _pairs(inputs: LayerInputs) -> list[tuple[mx.array, mx.array]]:
+def _pairs(inputs: KernelInputs[mx.array]) -> list[tuple[mx.array, mx.array]]:
     return list(zip(inputs.arrays[::2], inputs.arrays[1::2], strict=True))
-
-
-def _goes_together(step: PackedStep, span: RowSpan, window: int | None) -> bool:
-    """Whether the kernel takes this row: its windows count indices, so positions with gaps don't fit."""
-    if span.num_tokens > max(SHORT_ROW_TOKENS, step.kernels.attention_pairs // span.end):
-        return False
-    if window is None:
-        return not span.bidirectional.full
-    return not span.bidirectional.windowed and reach(span, span.start, span.end, window)[1] is None

@@ -6,7 +6,6 @@ real tokens, so that they don't read weights for padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,12 +15,12 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from headrace.backend.cuda import moe
 from headrace.backend.cuda.row_kernels import sum_norm
-from headrace.models.adapters import Restore, override_forward
 from headrace.models.fused_linear import FusedLinear, can_fuse, weights_of
 from headrace.models.lora import LoraModule, LoraSwitch
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.parts import mixer_name, mlp_parts
+from headrace.models.patches import Restore, override_forward
 from headrace.models.step import View
 
 
@@ -80,7 +79,7 @@ class CudaMoE(nn.Module):
         self.adds_residual = self._group is None
 
     def __call__(self, x: mx.array, residual: mx.array | None = None, num_tokens: mx.array | None = None) -> mx.array:
-        """x: `[1, T, hidden]`; residual: what is added to the output; num_tokens: see `LayerIO`."""
+        """x: `[1, T, hidden]`; residual: what is added to the output; num_tokens: see `CompiledLayers`."""
         if any(isinstance(part, LoraModule | LoraSwitch) for part in (*self._shared, self.inner.switch_mlp)):
             found: mx.array = self.inner(x)
             return found if residual is None else residual + found
@@ -92,7 +91,7 @@ class CudaMoE(nn.Module):
         return found if residual is None else residual + found
 
 
-class SumNorm(nn.Module):
+class FusedAddNorm(nn.Module):
     """Replaces an `nn.RMSNorm`, and includes the sum before it."""
 
     def __init__(self, norm: nn.RMSNorm) -> None:
@@ -116,39 +115,35 @@ class SumNorm(nn.Module):
         return normed
 
 
-def is_of_kernels(layer: Any) -> bool:
+def is_fused_layer(layer: Any) -> bool:
     name = mixer_name(layer)
     if name is None or not isinstance(layer[name], CudaAttentionMixer | CudaDeltaMixer):
         return False
     return isinstance(layer.mlp, CudaMLP | CudaMoE)
 
 
-def hand_residuals(layer: Any, inner: SumNorm | None, behind: SumNorm | None) -> Restore:
-    """Let a layer that `is_of_kernels` pass its parts the residual to add to their outputs.
+def fuse_residuals(layer: Any, after_mixer: FusedAddNorm | None, after_mlp: FusedAddNorm | None) -> Restore:
+    """Let a layer that `is_fused_layer` pass its parts the residual to add to their outputs.
 
-    inner, behind: the norms of its two sums, for parts that would need an operation for it; None for other norms.
+    after_mixer, after_mlp: the norms that follow its sums, which add for parts that don't; None for other norms.
     """
     name = mixer_name(layer)
 
     def forward(layer: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
-        h = _with_residual(layer[name], inner, x, layer.input_layernorm(x), *given, **named)
+        h = _with_residual(layer[name], after_mixer, x, layer.input_layernorm(x), *given, **named)
         y = layer.post_attention_layernorm(h)
         counted: dict[str, mx.array | None] = {}
         if isinstance(layer.mlp, CudaMoE):
-            counted["num_tokens"] = _num_real_tokens((*given, *named.values()))
-        return _with_residual(layer.mlp, behind, h, y, **counted)
+            view = next(one for one in (*given, *named.values()) if isinstance(one, View))
+            compiled = view.step.compiled
+            counted["num_tokens"] = None if compiled is None else compiled.num_tokens
+        return _with_residual(layer.mlp, after_mlp, h, y, **counted)
 
     return override_forward(layer, forward)
 
 
-def _with_residual(part: Any, norm: SumNorm | None, residual: mx.array, *given: Any, **named: Any) -> mx.array:
+def _with_residual(part: Any, norm: FusedAddNorm | None, residual: mx.array, *given: Any, **named: Any) -> mx.array:
     if norm is not None and not part.adds_residual:
         return norm.sum(residual, part(*given, **named))
     output: mx.array = part(*given, residual=residual, **named)
     return output
-
-
-def _num_real_tokens(given: Sequence[Any]) -> mx.array | None:
-    """See `LayerIO`; given: a layer's arguments besides its input, its view among them."""
-    layer_io = next(one for one in given if isinstance(one, View)).step.layer_io
-    return None if layer_io is None else layer_io.num_tokens

@@ -15,10 +15,10 @@ from mlx_lm.models.gated_delta import compute_g
 
 from headrace.backend.cuda.shapes import DeltaHeads, Prepared, Stash
 from headrace.backend.delta_rule import convolved, part, split_heads
-from headrace.backend.gated_delta import scan, scan_behind
+from headrace.backend.gated_delta import replay_and_scan, scan
 from headrace.backend.kernels import Kernels
 from headrace.models.sharding import summed
-from headrace.models.step import PackedStep, RowSpan, View
+from headrace.models.step import PackedStep, Row, View
 from headrace.state.layer import LayerKey
 from headrace.state.recurrent import BatchedState, LayerArrays, PastRows, RecurrentBatch, RecurrentRecord
 
@@ -33,31 +33,31 @@ class _Group:
     past, left: their states before and after the step. snapshots: of a lone row, by length and layer.
     """
 
-    spans: Sequence[RowSpan]
+    rows: Sequence[Row]
     past: PastRows
     left: RecurrentBatch
     snapshots: dict[int, dict[LayerKey, RecurrentRecord]]
 
     @property
     def num_tokens(self) -> int:
-        return self.spans[0].num_tokens
+        return self.rows[0].num_tokens
 
     @property
     def is_drafted(self) -> bool:
         """Whether some of the tokens may be dropped."""
-        return self.spans[0].num_certain < self.num_tokens
+        return self.rows[0].num_certain < self.num_tokens
 
     def rows_of(self, packed: mx.array) -> mx.array:
         """The group's rows `[B, n, …]` of a packed array `[1, T, …]`."""
-        lo, hi = self.spans[0].lo, self.spans[-1].hi
-        if hi - lo != len(self.spans) * self.num_tokens:
-            return mx.stack([packed[0, span.lo : span.hi] for span in self.spans])
+        lo, hi = self.rows[0].lo, self.rows[-1].hi
+        if hi - lo != len(self.rows) * self.num_tokens:
+            return mx.stack([packed[0, row.lo : row.hi] for row in self.rows])
         own = packed if hi - lo == packed.shape[1] else packed[:, lo:hi]
-        return own.reshape(len(self.spans), self.num_tokens, *packed.shape[2:])
+        return own.reshape(len(self.rows), self.num_tokens, *packed.shape[2:])
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _GroupPlan:
     """How a step's rows are grouped, the same in all layers.
 
     is_decoding: whether they are one group, of one certain token each, with nothing to replay.
@@ -91,7 +91,7 @@ class GatedDeltaMixer(nn.Module):
         assert cache is not None
         step, layer = cache.step, cache.layer
         qkv, z, b, a = self._project(x)
-        plan = step.once(_plan, (self, qkv.dtype))
+        plan = step.cached(_plan, lambda: _plan(step, self, qkv.dtype))
         if plan.is_decoding:
             y = self._decode(plan.groups[0], layer, qkv, z, b, a)
         else:
@@ -106,7 +106,7 @@ class GatedDeltaMixer(nn.Module):
         return RecurrentBatch(1, defaultdict(lambda: LayerArrays(state, window)))
 
     def _decode(self, group: _Group, layer: LayerKey, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array) -> mx.array:
-        """What `_mix` gives, for rows of one token each with nothing to replay."""
+        """`_mix` for rows of one token each with nothing to replay."""
         context, state = group.past.contexts(layer), group.past.states(layer)
         normed, context, state = self._one_token(context, state, qkv, z, b, a)
         group.left.layers[layer] = LayerArrays(state, context)
@@ -126,7 +126,7 @@ class GatedDeltaMixer(nn.Module):
         return self._normed(scanned.y, z), mx.contiguous(windows[:, 1:]), scanned.end_state
 
     def _mix(
-        self, kernels: Kernels, plan: _Plan, layer: LayerKey, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array
+        self, kernels: Kernels, plan: _GroupPlan, layer: LayerKey, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array
     ) -> mx.array:
         """The normalised outputs `[1, T, channels]` before the last projection."""
         inner = self.inner
@@ -149,7 +149,7 @@ class GatedDeltaMixer(nn.Module):
         """
         past, form = group.past, kernels.gated_delta
         # the grid of the chunked form stands at absolute positions
-        start = group.spans[0].start if len(group.spans) == 1 else 0
+        start = group.rows[0].start if len(group.rows) == 1 else 0
         outputs, done, after = [], 0, past.states(layer)
         for end in (*(length - start for length in group.snapshots), group.num_tokens):
             own = part(tokens, done, end) if group.snapshots else tokens
@@ -158,7 +158,7 @@ class GatedDeltaMixer(nn.Module):
                 found = scan(form(end - done), *own, before, start=start + done)
             else:
                 pending = past.pending(layer, own)
-                found, before = scan_behind(form(pending.k.shape[1] + end), pending, own, after)
+                found, before = replay_and_scan(form(pending.k.shape[1] + end), pending, own, after)
             outputs.append(found.y)
             after = found.end_state
             if end < group.num_tokens:
@@ -193,40 +193,39 @@ class GatedDeltaMixer(nn.Module):
         return inner.in_proj_qkv(x), z, inner.in_proj_b(x), inner.in_proj_a(x)
 
 
-def _plan(step: PackedStep, given: tuple[GatedDeltaMixer, mx.Dtype]) -> _Plan:
-    """Group the rows and open their windows. given: one of the layers, and the type of raw inputs."""
-    mixer, dtype = given
-    states = [span.state.recurrent(partial(BatchedState, step.kernels)) for span in step.spans]
+def _plan(step: PackedStep, mixer: GatedDeltaMixer, dtype: mx.Dtype) -> _GroupPlan:
+    """Group the rows and open their windows. mixer: of any layer. dtype: of raw inputs."""
+    states = [row.state.recurrent(partial(BatchedState, step.kernels)) for row in step.rows]
     for state in states:
         if not state.batch.num_rows:
             state.advance(mixer.before_any_token(dtype), 0, mixer.num_context)
     pasts = [copy(state) for state in states]
     is_decoding = (
-        step.num_tokens == len(step.spans)
+        step.num_tokens == len(step.rows)
         and step.kernels.gated_delta(1) == "fused"
-        and all(span.num_certain for span in step.spans)
+        and all(row.num_certain for row in step.rows)
         and all(state.is_settled for state in states)
     )
     together: dict[Any, list[int]] = {}
-    for number, span in enumerate(step.spans):
+    for number, row in enumerate(step.rows):
         # short rows by their shape; long chunks, and rows that leave snapshots on the way, alone
-        is_short = is_decoding or (span.num_tokens <= SHORT_SPAN and not span.state.snapshot_points)
-        together.setdefault((span.num_tokens, span.num_certain) if is_short else (number,), []).append(number)
+        is_short = is_decoding or (row.num_tokens <= SHORT_SPAN and not row.state.snapshot_points)
+        together.setdefault((row.num_tokens, row.num_certain) if is_short else (number,), []).append(number)
     groups = []
     for numbers in together.values():
         group = _Group(
-            [step.spans[number] for number in numbers],
+            [step.rows[number] for number in numbers],
             PastRows([pasts[number] for number in numbers], mixer.num_context),
             RecurrentBatch(len(numbers)),
-            {length: {} for length in step.spans[numbers[0]].state.snapshot_points},
+            {length: {} for length in step.rows[numbers[0]].state.snapshot_points},
         )
-        for row, number in enumerate(numbers):
-            first = max((length - group.spans[0].start for length in group.snapshots), default=0)
+        for index, number in enumerate(numbers):
+            first = max((length - group.rows[0].start for length in group.snapshots), default=0)
             num_uncertain = group.num_tokens - first if group.is_drafted else 0
-            states[number].advance(group.left, row, mixer.num_context + num_uncertain, num_uncertain)
+            states[number].advance(group.left, index, mixer.num_context + num_uncertain, num_uncertain)
             states[number].snapshots = group.snapshots
         groups.append(group)
-    order = [token for group in groups for span in group.spans for token in range(span.lo, span.hi)]
+    order = [token for group in groups for row in group.rows for token in range(row.lo, row.hi)]
     is_ordered = order == list(range(len(order)))
     back = None if is_ordered else mx.array(sorted(range(len(order)), key=order.__getitem__))
-    return _Plan(groups, is_decoding, back)
+    return _GroupPlan(groups, is_decoding, back)

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models import gemma3_text, rope_utils, smollm3
 
 from headrace.backend.cuda import attention as kernels
-from headrace.backend.cuda.shapes import Gate, HeadShape, Projection
+from headrace.backend.cuda.shapes import HeadShape, Projection
 from headrace.models.fused_linear import can_fuse, weights_of
 
 
@@ -136,14 +136,14 @@ _NORM_CENTRES: dict[type[nn.Module], float] = {nn.RMSNorm: 0.0, gemma3_text.RMSN
 class AttentionParts:
     """The parts of a layer that the kernels take.
 
-    gate: of the heads' outputs. norms: weights of queries and keys `[head_dim]`, eps `[1]`, float32.
+    is_gated: whether gates follow the query heads. norms: weights of queries and keys `[head_dim]`, eps `[1]`, float32.
     frequencies: radians per position, by pair of channels. scale: of the scores. sinks: `[num_heads]`.
     arguments: see `Names`.
     """
 
     shape: HeadShape
     layout: Projection
-    gate: Gate | None
+    is_gated: bool
     inputs: Sequence[Any]
     output: Any
     norms: tuple[mx.array, mx.array, mx.array] | None
@@ -195,7 +195,7 @@ def attention_parts(inner: Any) -> AttentionParts | None:
     return AttentionParts(
         shape,
         Projection(width, q_stride, k_at, k_at + num_kv_heads * head_dim, 2 * len(frequencies)),
-        Gate(width, head_dim, q_stride) if names.is_gated else None,
+        names.is_gated,
         inputs,
         inner[names.output],
         None if not norms else (_weight(norms[0]), _weight(norms[1]), mx.array([norms[0].eps])),

@@ -17,10 +17,10 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
-from headrace.models.adapters import RowRope
 from headrace.models.lora import BASE, Loras
+from headrace.models.patches import RowRope
 from headrace.models.positions import TokenPositions
-from headrace.models.step import PackedStep, RowSpan
+from headrace.models.step import PackedStep, Row
 from headrace.state.layer import LayerKey
 from headrace.state.module import Feed, ModuleState, token_by_token
 
@@ -47,12 +47,12 @@ class RowwiseMixer(nn.Module):
         inputs_name = next(iter(arguments))
         inputs = arguments.pop(inputs_name)
         outputs = []
-        for span in view.step.spans:
-            feed: Feed = partial(self._feed, inputs_name, arguments, span.positions)
+        for row in view.step.rows:
+            feed: Feed = partial(self._feed, inputs_name, arguments, row.positions)
             if view.step.kernels.goes_token_by_token:
                 feed = partial(token_by_token, feed)
-            state = span.state.layer(view.layer, lambda: ModuleState(self._fresh_cache(view.layer)))
-            outputs.append(_run(view.step, span, state, feed, inputs))
+            state = row.state.layer(view.layer, lambda: ModuleState(self._fresh_cache(view.layer)))
+            outputs.append(_run(view.step, row, state, feed, inputs))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
     def _feed(
@@ -71,14 +71,14 @@ class RowwiseMixer(nn.Module):
         return output
 
 
-def _run(step: PackedStep, span: RowSpan, state: ModuleState, feed: Feed, inputs: mx.array) -> mx.array:
-    """A row's part of the inputs `[1, T, ...]`, with its adapter, also where the state replays it later."""
-    row = inputs[:, span.lo : span.hi]
+def _run(step: PackedStep, row: Row, state: ModuleState, feed: Feed, inputs: mx.array) -> mx.array:
+    """Run a row's part of the inputs `[1, T, ...]` with its adapter, which a later replay uses, too."""
+    own_inputs = inputs[:, row.lo : row.hi]
     if step.loras is None:
-        return state.run(feed, row, span.num_certain, span.start, span.state.snapshot_points)
-    with step.loras.row(span.adapter):
-        own = feed if span.adapter == BASE else partial(_feed_with, step.loras, span.adapter, feed)
-        return state.run(own, row, span.num_certain, span.start, span.state.snapshot_points)
+        return state.run(feed, own_inputs, row.num_certain, row.start, row.state.snapshot_points)
+    with step.loras.row(row.adapter):
+        own = feed if row.adapter == BASE else partial(_feed_with, step.loras, row.adapter, feed)
+        return state.run(own, own_inputs, row.num_certain, row.start, row.state.snapshot_points)
 
 
 def _feed_with(loras: Loras, adapter: int, feed: Feed, cache: Any, inputs: mx.array) -> mx.array:
@@ -120,7 +120,7 @@ def run_rows(model: nn.Module, make_caches: Callable[[], list[Any]], step: Packe
 
     feed: Feed = partial(token_by_token, feed_all) if step.kernels.goes_token_by_token else feed_all
     outputs = []
-    for span in step.spans:
-        state = span.state.layer(WHOLE_MODEL, lambda: ModuleState(make_caches()))
-        outputs.append(_run(step, span, state, feed, inputs)[0])
+    for row in step.rows:
+        state = row.state.layer(WHOLE_MODEL, lambda: ModuleState(make_caches()))
+        outputs.append(_run(step, row, state, feed, inputs)[0])
     return mx.concatenate(outputs)

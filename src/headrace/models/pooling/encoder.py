@@ -14,13 +14,13 @@ import numpy as np
 
 from headrace.backend.device import Device
 from headrace.errors import ModelError
+from headrace.isolation import errors_as
 from headrace.models.pooling import bert, modern_bert
-from headrace.models.pooling.head import ACTIVATIONS, Activation, Head, HeadLayer, pool
-from headrace.models.pooling.layers import dense_layers
+from headrace.models.pooling.head import ACTIVATIONS, Activation, Head, HeadLayer, dense_layers, pool
 from headrace.models.pooling.recipe import Output, Recipe
-from headrace.models.source import ModelFiles, foreign_errors
+from headrace.models.source import ModelFiles
 from headrace.models.stored_files import check_files
-from headrace.models.weights import hold, listed, parameters_of, quantise_as_stored
+from headrace.models.weights import listed, parameters_of, quantise_as_stored, read_tensors, set_precision, shards
 
 _CLASSES: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], Callable[[str], str]]] = {
     "bert": (bert.Bert, bert.renamed),
@@ -43,8 +43,6 @@ class EncoderInput:
 
 
 class Encoder(nn.Module):
-    """An encoder with its pooling and its head."""
-
     def __init__(self, body: Any, modes: Sequence[str], head: Head) -> None:
         super().__init__()
         self.body = body
@@ -92,11 +90,13 @@ def load_encoder(files: ModelFiles, dtype: str, device: Device) -> LoadedEncoder
     assert files.recipe is not None
     check_files(files)
     started = time.monotonic()
-    with foreign_errors(lambda error: ModelError(f"{files.name} can't be loaded: {error}")):
-        tensors = _tensors(files)
+    with errors_as(lambda error: ModelError(f"{files.name} can't be loaded: {error}"), may_exit=True):
+        tensors = {name: array for file in shards(files.directory) for name, array in read_tensors(file)[0].items()}
+        if not tensors:
+            raise ModelError(f"{files.directory} holds no model*.safetensors")
         encoder = _build(files, files.recipe, tensors)
         encoder.eval()
-        precision = hold(encoder, dtype, device.kind, device.memory_bytes)
+        precision = set_precision(encoder, dtype, device.kind, device.memory_bytes)
         numbers = encoder([EncoderInput([0, 1])])
         mx.eval(numbers)
     lines = [f"model: {files.name} ({files.model_type}), loaded in {time.monotonic() - started:.1f} s", precision]
@@ -109,17 +109,6 @@ def _num_bytes(config: Mapping[str, Any], num_tokens: int) -> int:
     per_token = 8 * config["hidden_size"] + 4 * config["intermediate_size"]
     scores = config["num_attention_heads"] * num_tokens * min(num_tokens, 2048)
     return 4 * int(num_tokens * per_token + scores)
-
-
-def _tensors(files: ModelFiles) -> dict[str, mx.array]:
-    found: dict[str, mx.array] = {}
-    for file in sorted(files.directory.glob("model*.safetensors")):
-        loaded = mx.load(str(file))
-        assert isinstance(loaded, dict)
-        found.update(loaded)
-    if not found:
-        raise ModelError(f"{files.directory} holds no model*.safetensors")
-    return found
 
 
 def _build(files: ModelFiles, recipe: Recipe, tensors: Mapping[str, mx.array]) -> Encoder:
@@ -155,7 +144,6 @@ def _classifier(config: Mapping[str, Any]) -> list[HeadLayer]:
 
 
 def _classifier_names(model_type: str) -> Callable[[str], str]:
-    """Our names for a classifier's tensors."""
     beginnings = {
         "bert": {"pooler.dense.": "parts.0.linear.", "classifier.": "parts.1.linear."},
         "modernbert": {

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from headrace.errors import ModelError
+from headrace.isolation import errors_as
+from headrace.models.json_file import read_object
 
 Activation = Callable[[mx.array], mx.array]
 
@@ -70,8 +75,6 @@ def pool(modes: Sequence[str], hidden: mx.array, lengths: mx.array) -> mx.array:
 
 
 class HeadLayer(nn.Module):
-    """A linear layer, its activation, and a norm after it if there is one."""
-
     def __init__(self, linear: nn.Module, activation: Activation, norm: nn.Module | None = None) -> None:
         super().__init__()
         self.linear = linear
@@ -96,3 +99,25 @@ class Head(nn.Module):
         for part in self.parts:
             x = part(x)
         return x
+
+
+def dense_layers(directory: Path, folders: Sequence[str]) -> list[HeadLayer]:
+    """Those that sentence-transformers puts after pooling. Raises ModelError."""
+    return [_dense(directory / folder) for folder in folders]
+
+
+def _dense(folder: Path) -> HeadLayer:
+    path = folder / "config.json"
+    name = (read_object(path) or {}).get("activation_function")
+    activation = str(name).rpartition(".")[2].lower()
+    if activation not in ACTIVATIONS:
+        raise ModelError(f"{path}: the activation {name} is not supported")
+    with errors_as(lambda error: ModelError(f"{folder} holds no usable model.safetensors: {error}"), may_exit=True):
+        weights = mx.load(str(folder / "model.safetensors"))
+        assert isinstance(weights, dict)
+        matrix, bias = weights["linear.weight"], weights.get("linear.bias")
+        linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=bias is not None)
+    linear.weight = matrix
+    if bias is not None:
+        linear.bias = bias
+    return HeadLayer(linear, ACTIVATIONS[activation])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,8 @@ from typing import Any
 
 from headrace.errors import ModelError
 from headrace.families.pooling import DECODERS, PoolingFamily
-from headrace.models.pooling.head import ACTIVATIONS, POOLINGS
+from headrace.models.json_file import read_json, read_object
+from headrace.models.pooling.head import POOLINGS
 from headrace.types.pooling import PoolingTask, PoolingTraits
 
 ENCODERS = ("bert", "modernbert", "roberta", "xlm-roberta")
@@ -109,7 +109,7 @@ def _of_modules(name: str, directory: Path, config: Mapping[str, Any]) -> Recipe
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise ModelError(f"{directory / 'modules.json'} holds no list of modules")
     kinds = [(str(each.get("type", "")).rpartition(".")[2], str(each.get("path", ""))) for each in modules]
-    settings = read_object(directory / "config_sentence_transformers.json")
+    settings = read_object(directory / "config_sentence_transformers.json") or {}
     known = {"Transformer", "Pooling", "Dense", "Normalize", "Dropout", "LogitScore"}
     if (unknown := next((kind for kind, _ in kinds if kind not in known), None)) is not None:
         raise _refusal(name, f"its module {unknown} is not")
@@ -121,14 +121,14 @@ def _of_modules(name: str, directory: Path, config: Mapping[str, Any]) -> Recipe
     expected = ["Transformer", "Pooling", *["Dense"] * order.count("Dense"), *["Normalize"] * order.count("Normalize")]
     if order != expected or order.count("Normalize") > 1:
         raise _refusal(name, f"its modules are {', '.join(order)}")
-    pooling = read_object(directory / dict(kinds)["Pooling"] / "config.json")
+    pooling = read_object(directory / dict(kinds)["Pooling"] / "config.json") or {}
     if pooling.get("include_prompt") is False:
         raise _refusal(name, "its pooling leaves out the prompt")
     dense = tuple(path for kind, path in kinds if kind == "Dense")
     modes = _modes(name, pooling)
     width = int(config.get("hidden_size", 0)) * len(modes)
     if dense:
-        width = int(read_object(directory / dense[-1] / "config.json").get("out_features", 0))
+        width = int((read_object(directory / dense[-1] / "config.json") or {}).get("out_features", 0))
     prompts = settings.get("prompts")
     prompts = {key: text for key, text in prompts.items() if isinstance(text, str)} if isinstance(prompts, dict) else {}
     default = settings.get("default_prompt_name")
@@ -140,7 +140,7 @@ def _of_modules(name: str, directory: Path, config: Mapping[str, Any]) -> Recipe
         prompts,
         default,
         normalizes="Normalize" in order,
-        lower_cases=read_object(directory / "sentence_bert_config.json").get("do_lower_case") is True,
+        lower_cases=(read_object(directory / "sentence_bert_config.json") or {}).get("do_lower_case") is True,
     )
     return Recipe(traits, modes, dense=dense)
 
@@ -218,33 +218,7 @@ def _says(name: str, task: str) -> bool:
 
 
 def _max_length(directory: Path) -> int | None:
-    own = read_object(directory / "sentence_bert_config.json").get("max_seq_length")
+    own = (read_object(directory / "sentence_bert_config.json") or {}).get("max_seq_length")
     if own is None:
-        own = read_object(directory / "tokenizer_config.json").get("model_max_length")
+        own = (read_object(directory / "tokenizer_config.json") or {}).get("model_max_length")
     return own if isinstance(own, int) and 0 < own < _ENDLESS else None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Of a JSON file; empty if there is none. Raises ModelError for another value."""
-    found = read_json(path)
-    if found is not None and not isinstance(found, dict):
-        raise ModelError(f"{path} holds no JSON object")
-    return found or {}
-
-
-def read_json(path: Path) -> Any:
-    """None if there is no such file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ModelError(f"{path} can't be read: {error}") from error
-
-
-def activation_of(path: str, name: object) -> str:
-    """The name in ACTIVATIONS of a torch class; path: of the file that names it."""
-    kind = str(name).rpartition(".")[2].lower()
-    if kind not in ACTIVATIONS:
-        raise ModelError(f"{path}: the activation {name} is not supported")
-    return kind

@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from headrace.errors import ModelError
-from headrace.models.pooling.head import ACTIVATIONS, Head, HeadLayer
-from headrace.models.pooling.layers import dense_layers
-from headrace.models.pooling.recipe import Output, Recipe, read_object
+from headrace.models.json_file import read_object
+from headrace.models.pooling.head import ACTIVATIONS, Head, HeadLayer, dense_layers
+from headrace.models.pooling.recipe import Output, Recipe
 from headrace.models.source import ModelFiles
 from headrace.models.weights import Loaded, load_weights
 
@@ -33,7 +33,6 @@ class Trunk(nn.Module):
 
     @property
     def num_ids(self) -> int:
-        """Rows of the embeddings."""
         return int(self.model.embed_tokens.weight.shape[0])
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
@@ -97,7 +96,7 @@ def _rows(model: Any, token_ids: list[int]) -> mx.array:
 
 
 def _token_ids(files: ModelFiles, tokens: Sequence[str]) -> list[int]:
-    stored = read_object(files.directory / "tokenizer.json")
+    stored = read_object(files.directory / "tokenizer.json") or {}
     try:
         ids = {**stored["model"]["vocab"], **{each["content"]: each["id"] for each in stored.get("added_tokens", ())}}
         return [int(ids[token]) for token in tokens]

@@ -16,8 +16,8 @@ from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.backend.operations import operations
 from headrace.backend.rope import RopeAngles
-from headrace.models.adapters import PackedRope, Tap, TappedNorm, packed_attention, rebind, takes, views_of, wrap_ropes
-from headrace.models.step import KVReference, PackedStep, RowSpan, View, WindowMask
+from headrace.models.patches import PackedRope, Tap, TappedNorm, is_rope, packed_attention, rebind, takes, views_of
+from headrace.models.step import KVReference, PackedStep, Row, View, WindowMask
 from headrace.state.attention import FullAttentionState
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -58,14 +58,14 @@ def ropes() -> dict[str, nn.Module]:
 def step_of(*lengths: int, kernels: Kernels = EXACT) -> PackedStep:
     """A step of fresh rows with these numbers of tokens."""
     pool = StatePool()
-    spans, lo = [], 0
+    rows: list[Row] = []
     for length in lengths:
         state = SequenceState(pool)
         state.begin(length)
-        spans.append(RowSpan(state, lo, lo + length, 0, length))
-        lo += length
+        rows.append(Row(state, range(length)))
+        rows[-1].pack(sum(lengths[: len(rows) - 1]), 0, length)
     positions = [index for length in lengths for index in range(length)]
-    return PackedStep(tuple(spans), mx.array(positions, dtype=mx.int32), kernels)
+    return PackedStep(rows, mx.array(positions, dtype=mx.int32), kernels)
 
 
 @pytest.mark.parametrize("kind", ropes())
@@ -124,18 +124,10 @@ class Turning(nn.Module):
         self.norm = nn.LayerNorm(4, affine=False)
 
 
-def test_every_child_that_takes_an_offset_is_wrapped_even_if_it_is_false_as_a_value() -> None:
+def test_a_child_that_takes_an_offset_is_a_rope_even_if_it_is_false_as_a_value() -> None:
     module = Turning()
-    before = dict(module.children())
-    assert not before["rope"]
-    restore = wrap_ropes(module)
-    for name in ("rope", "other_rope"):
-        assert isinstance(module[name], PackedRope)
-        assert module[name].rope is before[name]
-    assert module.projection is before["projection"]
-    assert module.norm is before["norm"]
-    restore()
-    assert all(module[name] is child for name, child in before.items())
+    assert not module.rope
+    assert [name for name, child in module.children().items() if is_rope(child)] == ["rope", "other_rope"]
 
 
 def test_rebinding_changes_one_instance_and_can_be_undone() -> None:

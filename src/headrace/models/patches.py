@@ -1,4 +1,4 @@
-"""Adapters between Headrace and mlx-lm's models.
+"""What is replaced on a loaded model of mlx-lm so that it runs packed steps.
 
 A step's tokens are packed, `[1, T, hidden]`, all rows in one. Attention modules keep their own forward; what is not
 per-token in it is replaced on the loaded instance: the rope takes explicit positions, and the name
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
 from headrace.backend.rope import RopeAngles, takes_angles
@@ -113,26 +112,8 @@ def override_forward(module: nn.Module, forward: Callable[..., Any]) -> Restore:
     return restore
 
 
-def wrap_ropes(module: nn.Module, sections: MropeSections | None = None, angles: RopeAngles | None = None) -> Restore:
-    """Put `PackedRope` around every direct child that takes an `offset`."""
-    ropes = [(name, child) for name, child in module.children().items() if is_rope(child)]
-    return _replace([(module, name, child, PackedRope(child, sections, angles)) for name, child in ropes])
-
-
 def is_rope(child: Any) -> bool:
     return isinstance(child, nn.Module) and takes(child, "offset")
-
-
-def _replace(replacements: Sequence[tuple[nn.Module, str, nn.Module, nn.Module]]) -> Restore:
-    """Replace modules. replacements: parent, name in it, old module, new module."""
-    for parent, name, _, new in replacements:
-        setattr(parent, name, new)
-
-    def restore() -> None:
-        for parent, name, old, _ in replacements:
-            setattr(parent, name, old)
-
-    return restore
 
 
 class RowRope(nn.Module):
@@ -153,17 +134,6 @@ class RowRope(nn.Module):
             rotated: mx.array = self.rope(x, offset=offset, **options)
             return rotated
         return self._packed(x, mx.array(self.positions.at(offset, offset + x.shape[-2])))
-
-
-def wrap_row_ropes(module: nn.Module) -> tuple[tuple[RowRope, ...], Restore]:
-    """Put `RowRope` around every rope below a module: a child without weights that takes an `offset`."""
-    wrapped = [
-        (parent, name, child, RowRope(child))
-        for _, parent in module.named_modules()
-        for name, child in parent.children().items()
-        if is_rope(child) and not tree_flatten(child.parameters())
-    ]
-    return tuple(rope for *_, rope in wrapped), _replace(wrapped)
 
 
 def takes(module: nn.Module, parameter: str) -> bool:
