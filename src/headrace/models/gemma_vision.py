@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.models.chunked import by_rows
-from headrace.models.vision_tower import Embedded, Grid, PatchAttention, SegmentAttention, VisionTower
+from headrace.models.vision_tower import Embedded, Grid, PatchAttention, VisionTower
 from headrace.models.weights import num_parameters
 
 SQUARE_SIDE = 4
@@ -43,6 +43,8 @@ class SoftTokens(nn.Module):
 
 class Gemma3Tower(VisionTower):
     """SigLIP, whose patches have learned positions, and a projection."""
+
+    output = "out_proj"
 
     def __init__(self, module: Any, config: Mapping[str, Any], attend: PatchAttention) -> None:
         self._vision = module.vision_tower.vision_model
@@ -74,10 +76,7 @@ class Gemma3Tower(VisionTower):
     def sanitize(module: Any, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
         return VisionTower.sanitize(module.vision_tower, weights)
 
-    def attention(self, inner: Any) -> SegmentAttention:
-        return SegmentAttention(inner, self._heads, "out_proj", inner.scale, self)
-
-    def _heads(self, inner: Any, x: mx.array, positions: None) -> Sequence[mx.array]:
+    def heads(self, inner: Any, x: mx.array, positions: None) -> Sequence[mx.array]:
         projections = (inner.q_proj, inner.k_proj, inner.v_proj)
         return [self.rows(part, x).reshape(x.shape[0], inner.num_heads, -1) for part in projections]
 
@@ -99,6 +98,9 @@ class Gemma3Tower(VisionTower):
 
 class Gemma4Tower(VisionTower):
     """Patches are rotated by row and column; squares are averaged by the length of their sum."""
+
+    output = "o_proj"
+    scale = 1.0
 
     def __init__(self, module: Any, config: Mapping[str, Any], attend: PatchAttention) -> None:
         self._vision = module.vision_tower
@@ -126,10 +128,7 @@ class Gemma4Tower(VisionTower):
     def sanitize(module: Any, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
         return dict(weights)
 
-    def attention(self, inner: Any) -> SegmentAttention:
-        return SegmentAttention(inner, self._heads, "o_proj", 1.0, self)
-
-    def _heads(self, inner: Any, x: mx.array, positions: mx.array) -> Sequence[mx.array]:
+    def heads(self, inner: Any, x: mx.array, positions: mx.array) -> Sequence[mx.array]:
         """positions: column and row of each patch, `[patches, 2]`."""
         queries, keys, values = (
             self.rows(part, x).reshape(x.shape[0], -1, inner.head_dim)

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from headrace.models.vision_tower import Embedded, Grid, PatchAttention, SegmentAttention, VisionTower
+from headrace.models.vision_tower import Embedded, Grid, PatchAttention, VisionTower
 
 MODULES: Mapping[str, str] = {
     "qwen2_vl": "qwen2_vl",
@@ -28,6 +28,7 @@ class QwenTower(VisionTower):
     """Qwen2-VL to Qwen3.5."""
 
     needs_axes = True
+    output = "proj"
 
     def __init__(self, module: Any, config: Mapping[str, Any], attend: PatchAttention) -> None:
         super().__init__(module, module.blocks, module.patch_embed.proj.weight.dtype, attend)
@@ -54,10 +55,7 @@ class QwenTower(VisionTower):
         module_config = importlib.import_module(f"mlx_vlm.models.{name}.config").VisionConfig
         return vision.VisionModel(module_config.from_dict({**config["vision_config"], "model_type": name}))
 
-    def attention(self, inner: Any) -> SegmentAttention:
-        return SegmentAttention(inner, self._heads, "proj", inner.scale, self)
-
-    def _heads(self, inner: Any, x: mx.array, rotary: mx.array) -> Sequence[mx.array]:
+    def heads(self, inner: Any, x: mx.array, rotary: mx.array) -> Sequence[mx.array]:
         qkv = self.rows(inner.qkv, x).reshape(x.shape[0], 3, inner.num_heads, -1)
         queries, keys = (self._rotate(qkv[None, :, index], rotary)[0] for index in (0, 1))
         return queries, keys, qkv[:, 2]

@@ -9,7 +9,7 @@ takes many times as long as a step, and running streams would wait for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -28,10 +28,6 @@ SCORE_WORK = 256
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of patches."""
-
-Heads = Callable[[Any, mx.array, Any], Sequence[mx.array]]
-"""Queries, keys and values, `[patches, heads, head_dim]` each, of mlx-vlm's attention module, its input
-`[patches, width]`, and positions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +59,10 @@ class VisionTower(ABC):
 
     needs_axes: ClassVar[bool] = False
     """Whether the text model must have positions in time, row and column."""
+    output: ClassVar[str]
+    """The name of an attention's output projection."""
+    scale: ClassVar[float | None] = None
+    """Of the scores; None for the attention's own."""
 
     def __init__(self, module: Any, blocks: Sequence[Any], dtype: mx.Dtype, attend: PatchAttention) -> None:
         """module: as `build` makes it, with its weights. blocks: mlx-vlm's, each with attention and an MLP.
@@ -77,7 +77,7 @@ class VisionTower(ABC):
         self._recorder = attend.recorder
         for block in blocks:
             name = "attn" if "attn" in block else "self_attn"
-            setattr(block, name, self.attention(block[name]))
+            setattr(block, name, SegmentAttention(block[name], self))
             block.mlp = self.in_chunks(block.mlp)
 
     @staticmethod
@@ -97,8 +97,9 @@ class VisionTower(ABC):
         return sanitized
 
     @abstractmethod
-    def attention(self, inner: Any) -> SegmentAttention:
-        """What replaces a block's attention, mlx-vlm's."""
+    def heads(self, inner: Any, x: mx.array, positions: Any) -> Sequence[mx.array]:
+        """Queries, keys and values, `[patches, heads, head_dim]` each, of mlx-vlm's attention `inner` for its input
+        `[patches, width]`."""
 
     @abstractmethod
     def embed(self, patches: mx.array, grid: Grid) -> Embedded:
@@ -185,15 +186,12 @@ class PatchAttention:
 class SegmentAttention(nn.Module):
     """Attention of each patch to all patches of its segment: the whole input, a frame, or a window of one."""
 
-    def __init__(self, inner: Any, heads: Heads, output: str, scale: float, tower: VisionTower) -> None:
-        """inner: mlx-vlm's module. output: its name for the projection of the output."""
+    def __init__(self, inner: Any, tower: VisionTower) -> None:
+        """inner: mlx-vlm's module, which this replaces."""
         super().__init__()
         self.inner = inner
-        self._heads = heads
-        self._output = output
-        self._scale = scale
-        self._rows = tower.rows
-        self._attend = tower.attend
+        self._tower = tower
+        self._scale: float = inner.scale if tower.scale is None else tower.scale
 
     def __call__(
         self,
@@ -209,14 +207,14 @@ class SegmentAttention(nn.Module):
         mlx-vlm's blocks give positions under either name.
         """
         num_patches = x.shape[0]
-        parts = self._heads(self.inner, x, positions if rotary_pos_emb is None else rotary_pos_emb)
+        parts = self._tower.heads(self.inner, x, positions if rotary_pos_emb is None else rotary_pos_emb)
         outputs = []
         for start, end, length in _runs((0, num_patches) if cu_seqlens is None else cu_seqlens):
             queries, keys, values = (_to_segments(part[start:end], length) for part in parts)
-            attended = self._attend(queries, keys, values, self._scale)
+            attended = self._tower.attend(queries, keys, values, self._scale)
             outputs.append(attended.transpose(0, 2, 1, 3).reshape(end - start, -1))
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        return self._rows(self.inner[self._output], joined)
+        return self._tower.rows(self.inner[self._tower.output], joined)
 
 
 def _runs(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
