@@ -1,4 +1,4 @@
-"""How fast this device runs the few kernels that a model's speed follows from. Takes some ten seconds."""
+"""Times the few kernels that a model's speed follows from on this device. Takes some ten seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPENT_S = 0.3
 
 
 def kernel_times() -> dict[str, float]:
-    """By name, which tells the unit: µs an operation, GB/s and GFLOP/s. A CPU computes smaller products."""
+    """By name, which ends with the unit: µs an operation, GB/s and GFLOP/s. A CPU computes smaller products."""
     times = {"launch_us": _chain_s() / _CHAIN * 1e6, "copy_gb_per_s": 2e-9 * _LARGE_BYTES / _copy_s()}
     is_cpu = mx.default_device().type == mx.DeviceType.cpu
     width, most_tokens, context = (512, 64, 512) if is_cpu else (4096, 512, 4096)

@@ -1,4 +1,4 @@
-"""What Metal, macOS and MLX's wheel say of a Mac: how much its GPU may hold, and what it computes with."""
+"""A Mac's memory limits and GPU features, as Metal, macOS and MLX's wheel report them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib import metadata
 import mlx.core as mx
 
 SYSTEM_BYTES = 3_000_000_000
-"""What a Mac's system and other programs are left of the memory, whatever Metal allows."""
+"""Memory left to a Mac's system and other programs, whatever Metal allows."""
 
 WIRED_SHARE = 0.8
 """Of the working set, the most that `--wired weights` keeps resident."""

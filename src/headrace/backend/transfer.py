@@ -1,4 +1,4 @@
-"""A few numbers on their way to the device and back.
+"""Moves a few numbers to the device and back.
 
 MLX keeps what comes from the host in memory that CUDA moves between the two by page faults: in a step on an H200 arrays
 of 8 to 64 numbers cost 0.2 to 0.9 ms. Kernels' parameters, and arrays of up to 8 bytes, for which MLX has memory that
@@ -14,12 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 MOST_NUMBERS = 1024
-"""That go as parameters of one kernel. CUDA 12.1 and later take eight times as many, but building such a kernel takes
-seconds."""
+"""Most numbers that go as parameters of one kernel. CUDA 12.1 and later take eight times as many, but building such a
+kernel takes seconds."""
 MOST_KERNELS = 4
-"""That bring numbers; more of these, as a long prompt has them, don't matter beside what is computed with them."""
+"""Most kernels that bring numbers; the time for more of them, as of a long prompt, is small beside the step's."""
 MOST_READ = 64
-"""That come back in pairs."""
+"""Most numbers that come back in pairs."""
 
 _FEWEST = 16
 

@@ -44,10 +44,7 @@ class AbsentGroup:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimes:
-    """Seconds for all collectives of a forward: whatever it has, for each token, and for each row of logits.
-
-    Sums are of tokens' hidden states, gathers of logits.
-    """
+    """Seconds for a forward's collectives: a fixed part, sums by token, and gathers by row of logits."""
 
     fixed_s: float = 0.0
     token_s: float = 0.0

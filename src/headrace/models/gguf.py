@@ -44,7 +44,7 @@ _HEADS_OF_PERMUTED = {"attn_q": "llama.attention.head_count", "attn_k": "llama.a
 def convert(source: Path, folder: Path, sampling: Mapping[str, Any]) -> None:
     """Write `folder` (which must exist and be empty) from the GGUF file `source`.
 
-    sampling: what generation_config.json says beside the special tokens, which GGUF files don't.
+    sampling: generation_config.json's settings besides the special tokens, which GGUF files lack.
     Raises ModelError for a file that is damaged or holds something else than a Llama with SmolLM's tokenizer.
     """
     tensors, metadata = read(source)

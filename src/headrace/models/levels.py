@@ -159,7 +159,7 @@ def positions_refusal(model: Any, levels: Levels) -> str | None:
     """Why a model at these levels can't take given positions; None if it can. Asked before installation.
 
     Adapters and packed mixers take any. A module that runs row by row does if it only passes positions to its own rope,
-    and forgets no token by index.
+    and its cache drops no tokens by index.
     """
     if Level.WHOLE in levels.values():
         return "it runs as a whole, a row at a time, and counts its tokens itself"

@@ -54,7 +54,7 @@ def inputs_within(media: PromptMedia, start: int, end: int) -> tuple[MediaInput,
 
 
 def row_media(media: PromptMedia, start: int, end: int, embedded: Mapping[bytes, MediaEmbeddings]) -> RowMedia:
-    """The media needed to compute a sequence's tokens `start` to `end`, prompt or output.
+    """The media of a sequence's tokens `start` to `end`, prompt or output.
 
     embedded: by digest, of at least `inputs_within` these tokens.
     """

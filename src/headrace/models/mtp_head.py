@@ -55,7 +55,7 @@ class HeadModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class HeadOutputs:
-    """Of each row's last entry, not evaluated: what goes on as the next entry's hidden row, `[R, hidden]`, and logits
+    """Of each row's last token, not evaluated: the hidden state for the next one `[R, hidden]`, and logits
     `[R, vocab_size]` by the trunk's output matrix."""
 
     rows: mx.array
@@ -65,7 +65,7 @@ class HeadOutputs:
 class MtpHead:
     """A head beside a packed trunk, whose embeddings and output matrix it borrows.
 
-    Its keys and values are one more layer of each sequence's state, the hidden rows that it still has to read another.
+    Its keys and values are one more layer of each sequence's state; the hidden states that it has yet to read another.
     """
 
     def __init__(self, trunk: PackedModel, module: HeadModule, report: str) -> None:

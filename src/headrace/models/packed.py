@@ -158,9 +158,9 @@ class PackedModel:
         return logits if self._is_token is None else mx.where(self._is_token, logits, -mx.inf)
 
     def launch(self, logits: mx.array, rows: Sequence[Row]) -> list[mx.array]:
-        """Launch what is left to launch of the last forward of these rows; returns `unevaluated`.
+        """Launch the rest of the last forward of these rows; returns `unevaluated`.
 
-        Without a call to MLX if nothing is: each gives other threads the interpreter, and waits to get it back.
+        Calls MLX only if something is left: each call gives other threads the interpreter, and waits to get it back.
         """
         states = self.unevaluated(rows)
         if states or not self._patches.writes_in_place:

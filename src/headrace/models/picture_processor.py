@@ -1,4 +1,4 @@
-"""A family's own processor, as mlx-vlm brings it: a picture to tokens and to what its model wants to be given."""
+"""A family's image processor, from mlx-vlm: a picture to tokens and its model's inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ProcessedPicture = tuple[tuple[int, ...], Mapping[str, npt.NDArray[Any]]]
 
 
 class PictureProcessor:
-    """One picture at a time, whatever stands around it; may be called from any thread.
+    """Processes one picture at a time; may be called from any thread.
 
     mark_id: the token that a chat template writes where a picture belongs.
     """

@@ -1,4 +1,4 @@
-"""What a model would take in memory, from its configuration and the sizes of its files, before weights are fetched."""
+"""Estimates a model's memory from its configuration and file sizes, before its weights are fetched."""
 
 from __future__ import annotations
 

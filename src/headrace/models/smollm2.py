@@ -36,8 +36,8 @@ _PARTS = ("config.json", "generation_config.json", "model.safetensors", "tokeniz
 def fetch(cache_folder: Path, say: Callable[[str], None]) -> Path:
     """The model's folder within `cache_folder`, made if it isn't there: about 93 MB are downloaded, 101 MB stay.
 
-    say: told what is going on, a line at a time, when it takes longer than a moment. Several processes may do this at
-    once: each works aside and the first to finish wins. Raises ModelError, saying what was tried.
+    say: gets progress lines. Several processes may do this at once: each works in its own folder, and the first to
+    finish wins. Raises ModelError, saying what was tried.
     """
     target = cache_folder / FOLDER
     if _is_complete(target):

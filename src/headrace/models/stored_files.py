@@ -58,7 +58,7 @@ def _check_count(config: Mapping[str, Any], field: str, num_tensors: int, direct
 
 
 def norms_contradiction(files: ModelFiles) -> str | None:
-    """What is wrong if the trunk's convolutions and norms have different forms; None if they agree.
+    """Says how the stored forms of the trunk's convolutions and norms contradict each other; None if they agree.
 
     mlx-lm decides by the convolutions alone, so norms of the other form would be used wrongly.
     """

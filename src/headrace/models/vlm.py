@@ -1,8 +1,7 @@
-"""Vision-language models that run whole: mlx-vlm's own model, a row at a time, with what it makes of pictures before.
+"""Vision-language models that run whole: mlx-vlm's own model, a row at a time.
 
 For families whose tower is not among those of `models/vision.py`. A picture is embedded separately, together with the
-tokens that its processor writes around it, and stands in prompts like any other. That this is what the model computes
-for a whole prompt is checked before it serves.
+tokens that its processor writes around it; the self-check compares that with the model's result for a whole prompt.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class VlmWrapper(nn.Module):
         return cast(mx.array, self.inner.get_input_embeddings(ids).inputs_embeds)
 
     def embed_picture(self, token_ids: mx.array, fields: Mapping[str, mx.array]) -> Any:
-        """The model's embeddings of tokens `[1, n]` with a picture's processor outputs."""
+        """The model's embeddings of tokens `[1, n]` and of a picture's processor outputs."""
         pixels = {name: array for name, array in fields.items() if name != "pixel_values"}
         mask = mx.ones(token_ids.shape, mx.int32)
         return self.inner.get_input_embeddings(token_ids, fields["pixel_values"], mask=mask, **pixels)

@@ -16,9 +16,9 @@ from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
 from headrace.backend.cuda.shapes import HeadShape, ProjectedHeads, Projection
 
 SHORTEST_SPLIT = {64: 256, 128: 256, 256: 128}
-"""Keys of a split at least, by head_dim: fewer are not worth the work of putting parts together."""
+"""Fewest keys of a split, by head_dim: fewer don't pay for joining the parts."""
 MOST_SPLITS = 34
-"""Of a row, without those of the current tokens, see splits.cuh: 32, and two that are not full."""
+"""Most splits of a row besides those of the current tokens, see splits.cuh: 32, and two that are not full."""
 BLOCKS_AT_ONCE = {64: 264, 128: 264, 256: 132}
 """Blocks that run at a time on the 132 multiprocessors of an H100 or H200, by head_dim; more would wait for others."""
 

@@ -6,23 +6,17 @@ import mlx.core as mx
 
 from headrace.backend.cuda import delta_ops as ops
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
-from headrace.backend.cuda.shapes import (
-    LONGEST_WINDOW,
-    DeltaShape,
-    DeltaTable,
-    DeltaWeights,
-    Prepared,
-)
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, DeltaWeights, Prepared
 
 _THREADS = 128
 _CHANNELS = 16
-"""Value channels of a scan's block that has one for a thread, as in delta_scan.cuh."""
+"""Value channels of a scan's block where each thread has one, as in delta_scan.cuh."""
 _LANES = 8
 """Threads of a value channel, as in delta.cuh."""
 _WIDEST = 64
-"""Value channels that a window's block sees to at a time, but for those that share a thread."""
+"""Most value channels of a window's block without any that share threads."""
 _MOST_SLICES = 4
-"""Of them, that a window's block sees to."""
+"""Most channels that share threads."""
 _PREPARED_TOKENS = 64
 """Tokens whose inputs a block prepares."""
 _NORM_THREADS = 256

@@ -31,8 +31,8 @@ def attend(
     queries: `[1, num_heads, T, head_dim]`.
     new: keys and values `[1, num_kv_heads, T, head_dim]` of the step's tokens; None for a layer that reads what
     another one wrote.
-    window: how many positions a token sees, its own included; None for all. Where positions have gaps, the tokens
-    that stand in them are those that the model alone would see, were the others masked.
+    window: how many positions a token sees, its own included; None for all. Where positions have gaps, it sees those
+    of the window's tokens that were computed.
 
     Gives `[1, num_heads, T, value_dim]`.
     """
@@ -216,7 +216,7 @@ def _visible(num_queries: int, num_keys: int, window: int | None, positions: mx.
 
 
 def _within_window(num_queries: int, num_keys: int, window: int | None, num_behind: int = 0) -> mx.array | None:
-    """What `_visible` is for queries that see all keys behind them; None if they see all before them as well.
+    """As `_visible`, for queries that also see all later keys; None if they see all earlier ones as well.
 
     The last query stands `num_behind` keys before the last.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say about how it turns texts into vectors or scores."""
+"""How a checkpoint turns texts into vectors or scores, read from its files."""
 
 from __future__ import annotations
 
