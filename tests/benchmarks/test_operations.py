@@ -21,7 +21,8 @@ from headrace.backend.kernels import Kernels
 from headrace.backend.operations import num_launches, operations
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
-from headrace.sampling.sampler import SamplingRow, sample
+from headrace.sampling.rows import SamplingRow
+from headrace.sampling.sampler import sample
 from headrace.types.request import SamplingParams
 
 

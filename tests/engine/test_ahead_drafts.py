@@ -139,9 +139,12 @@ def asked(drafter_class: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> Aske
         if drafter_class is ModelDrafter and dice.random() < 0.5:
             return own
         wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
-        right = [asked.next_token(row.token_ids, place) for place, some in enumerate(wanting) for row in some]
-        ids = [dice.randrange(VOCAB) if each is None or dice.random() < 0.25 else each for each in right]
-        return DraftBatch(mx.array(ids, dtype=mx.int32), [len(some) for some in wanting])
+        right = [[asked.next_token(row.token_ids, place) for row in some] for place, some in enumerate(wanting)]
+        ids = [
+            [dice.randrange(VOCAB) if each is None or dice.random() < 0.25 else each for each in of_place]
+            for of_place in right
+        ]
+        return DraftBatch([mx.array(of_place, dtype=mx.int32) for of_place in ids])
 
     monkeypatch.setattr(Speculator, "may_overlap", may_overlap)
     monkeypatch.setattr(DepthPlanner, "is_due", lambda self, rows: True)

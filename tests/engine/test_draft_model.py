@@ -21,8 +21,9 @@ from models import tiny, tiny_head
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, ModelError
+from headrace.speculate.drafts import Drafts, Source
 from headrace.speculate.ngram import NgramDrafter
-from headrace.speculate.ranking import Candidate, Ranking, RowRecord, Source
+from headrace.speculate.ranking import Ranking, RowRecord
 from headrace.types.request import GREEDY, GenerationRequest
 
 
@@ -177,8 +178,8 @@ def test_answers_of_a_schema_are_drafted_and_stay_the_same(
     monkeypatch.setattr(NgramDrafter, "propose", lambda self, max_tokens: None)
     accepted, report = Counter[Source](), Ranking.report
 
-    def counted(self: Ranking, record: RowRecord, verified: Candidate, num_accepted: int) -> None:
-        accepted.update(draft.source for draft in verified.drafts[:num_accepted])
+    def counted(self: Ranking, record: RowRecord, verified: Drafts, num_accepted: int) -> None:
+        accepted.update(draft.source for draft in verified.ranked[:num_accepted])
         report(self, record, verified, num_accepted)
 
     monkeypatch.setattr(Ranking, "report", counted)

@@ -167,8 +167,8 @@ def made_up(guess: Callable[[DraftRow, int], int]) -> Draft:
 
     def draft(self: Drafter, rows: Sequence[DraftRow]) -> DraftBatch:
         wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
-        ids = [guess(row, place) for place, some in enumerate(wanting) for row in some]
-        return DraftBatch(mx.array(ids, dtype=mx.int32), [len(some) for some in wanting])
+        ids = [[guess(row, place) for row in some] for place, some in enumerate(wanting)]
+        return DraftBatch([mx.array(of_place, dtype=mx.int32) for of_place in ids])
 
     return draft
 

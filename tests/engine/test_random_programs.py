@@ -34,7 +34,7 @@ from headrace.state.disk import DiskTier
 from headrace.state.quantized_kv import KVForms
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
-from headrace.state.stored_state import StateForm
+from headrace.state.stored_state import StateLayout
 from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest
 from headrace.types.status import WaitReason
 
@@ -138,14 +138,14 @@ class World:
         self.slabs = StatePool(kv_forms=forms(kind))
         self.live: list[Live] = []
         self.num_started = self.num_restored = 0
-        self.form = StateForm.of(sample_state(packed(kind), None, forms(kind)))
+        self.layout = StateLayout.of(sample_state(packed(kind), None, forms(kind)))
         self._open()
 
     def _open(self) -> None:
         limits = {"max_pending_bytes": 10**9, "max_load_bytes": 10**9}
-        disk = DiskTier(self.folder, 10**9, "w", form=self.form, prefill_tokens_per_s=1.0, **limits)
-        form = self.form
-        self.pool = PrefixPool("w", has_spans=form.has_spans, needs_snapshots=form.needs_snapshots, disk=disk)
+        disk = DiskTier(self.folder, 10**9, "w", layout=self.layout, prefill_tokens_per_s=1.0, **limits)
+        layout = self.layout
+        self.pool = PrefixPool("w", has_spans=layout.has_spans, needs_snapshots=layout.needs_snapshots, disk=disk)
         self.disk = DiskLoader(disk, self.pool)
         self.stages = PromptStages([self.pool, self.disk])
 

@@ -14,7 +14,8 @@ from headrace.backend.operations import operations
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.models.step import Row
-from headrace.sampling.sampler import SamplingRow, sample
+from headrace.sampling.rows import SamplingRow
+from headrace.sampling.sampler import sample
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.request import SamplingParams

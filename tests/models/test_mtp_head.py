@@ -196,7 +196,7 @@ def read(
     entries, before = [], []
     for _, one in readings:
         hidden, end = head.hidden_of(one.state), one.state.length + 1
-        start = hidden.num_folded
+        start = hidden.num_processed
         one.state.reserve(1)
         media = None if kept is None else entry_at(kept, start, end)
         entries.append(Row(one.state, one.ids[start:end], media, start=start))
@@ -204,7 +204,7 @@ def read(
     got = head.read(entries, mx.concatenate(before, axis=1)).rows
     mx.eval(got, [one.state.arrays() for _, one in readings])
     for (number, one), row in zip(readings, got, strict=True):
-        head.hidden_of(one.state).fold(one.state.length + 1)
+        head.hidden_of(one.state).mark_processed(one.state.length + 1)
         outputs[number][one.state.length] = np.array(row)
 
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from headrace.sampling.adjustment import adjust
 from headrace.sampling.draw import NO_TOKEN
-from headrace.sampling.sampler import SamplingRow, adjust, random_distribution, sample
+from headrace.sampling.rows import SamplingRow
+from headrace.sampling.sampler import random_distribution, sample
 
 
 def distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:

@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling.distributions import distribution
 
+from headrace.sampling.adjustment import adjust
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
-from headrace.sampling.sampler import SamplingRow, adjust, sample
+from headrace.sampling.rows import SamplingRow
+from headrace.sampling.sampler import sample
 from headrace.types.request import SamplingParams
 
 NAN, INF = float("nan"), float("inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,10 @@ from headrace.types.request import SamplingParams
 PLAIN = SamplingParams(temperature=1, top_p=1, top_k=0, min_p=0, seed=0)
 
 
-def counts(history: History) -> dict[int, int]:
-    """How often each id came in the output."""
-    return dict(zip(history.output_ids.tolist(), history.output_counts.tolist(), strict=True))
+def counts(history: History, drafts: Sequence[int] = ()) -> dict[int, int]:
+    """How often each id comes in the output and the drafts after it."""
+    ids, numbers = history.counted(drafts)
+    return dict(zip(ids.tolist(), numbers.tolist(), strict=True))
 
 
 def test_output_is_counted_and_the_prompt_is_only_known() -> None:
@@ -97,25 +99,24 @@ def test_only_settings_that_look_back_need_a_history(changes: dict[str, Any], ne
     assert needs_history(replace(PLAIN, **changes)) is needs
 
 
-@given(before=st.lists(st.integers(-1, 6), max_size=8), behind=st.lists(st.integers(-1, 6), max_size=5))
-def test_a_continuation_is_what_the_history_would_be_with_these_tokens(before: list[int], behind: list[int]) -> None:
+@given(before=st.lists(st.integers(-1, 6), max_size=8), drafts=st.lists(st.integers(-1, 6), max_size=5))
+def test_with_drafts_a_history_is_what_it_would_be_with_these_tokens(before: list[int], drafts: list[int]) -> None:
     history, longer = History([1, 2, 9], 6), History([1, 2, 9], 6)
     history.append(before)
-    longer.append(before + behind)
-    text = history.followed_by(behind[:2]).followed_by(behind[2:])
-    assert dict(zip(text.output_ids.tolist(), text.output_counts.tolist(), strict=True)) == counts(longer)
-    assert sorted(text.prompt_ids.tolist()) == [1, 2]
-    whole = [1, 2, 9, *before, *behind]
+    longer.append(before + drafts)
+    assert counts(history, drafts) == counts(longer)
+    assert sorted(history.prompt_ids.tolist()) == [1, 2]
+    whole = [1, 2, 9, *before, *drafts]
     for length in range(len(whole) + 1):
         tail = whole[len(whole) - length :]
-        assert text.ends_with(tail)
-        assert not text.ends_with([*tail[:-1], 7] if tail else [7])
-    assert not text.ends_with([0, *whole])
+        assert history.ends_with(tail, drafts)
+        assert not history.ends_with([*tail[:-1], 7] if tail else [7], drafts)
+    assert not history.ends_with([0, *whole], drafts)
 
 
-def test_a_continuation_leaves_the_history_as_it_is() -> None:
+def test_drafts_leave_the_history_as_it_is() -> None:
     history = History([1], 10)
     history.append([5])
-    history.followed_by([5, 6])
+    history.counted([5, 6])
     assert counts(history) == {5: 1}
     assert history.ends_with([1, 5])

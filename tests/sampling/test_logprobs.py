@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from headrace.sampling import rows
 from headrace.sampling.logprobs import read_logprobs, token_logprobs
-from headrace.sampling.sampler import SamplingRow, sample
+from headrace.sampling.rows import SamplingRow
+from headrace.sampling.sampler import sample
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import SamplingParams
 

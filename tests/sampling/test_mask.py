@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from sampling.distributions import distribution
 
-from headrace.sampling.adjustment import Mask
+from headrace.sampling.adjustment import adjust
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History
-from headrace.sampling.sampler import SamplingRow, adjust, sample
+from headrace.sampling.rows import Mask, SamplingRow
+from headrace.sampling.sampler import sample
 from headrace.speculate.verify import window_rows
 from headrace.types.request import SamplingParams
 

@@ -18,7 +18,8 @@ from headrace.backend import device
 from headrace.sampling import sampler, truncation
 from headrace.sampling.draw import NO_TOKEN, draw, uniform, uniforms
 from headrace.sampling.history import History
-from headrace.sampling.sampler import SamplingRow, sample
+from headrace.sampling.rows import SamplingRow
+from headrace.sampling.sampler import sample
 from headrace.types.request import SamplingParams
 
 NAN, INF = float("nan"), float("inf")

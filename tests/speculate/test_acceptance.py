@@ -61,7 +61,7 @@ def drafting(truth: list[list[int]], is_accepted: list[bool], patch: pytest.Monk
             text = next(ids for ids in truth if ids[: len(known)] == known)
             following = text[len(known) : len(known) + DEPTH]
             drafts.append([token + (not right) for token, right in zip(following, is_accepted, strict=True)])
-        return DraftBatch(mx.array(drafts, dtype=mx.int32).T.reshape(-1), [len(rows)] * DEPTH)
+        return DraftBatch([mx.array(of_depth, dtype=mx.int32) for of_depth in zip(*drafts, strict=True)])
 
     patch.setattr(HeadDrafter, "draft", draft)
 

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.models.mtp_head import HeadOutputs
 from headrace.models.step import Row
-from headrace.sampling.sampler import SamplingRow
+from headrace.sampling.rows import SamplingRow
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.head import HeadDrafter
 from headrace.state.hidden import HiddenState

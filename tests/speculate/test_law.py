@@ -20,9 +20,10 @@ from sampling.distributions import distribution
 
 from headrace.sampling.draw import NO_TOKEN, draw
 from headrace.sampling.history import History
-from headrace.sampling.sampler import SamplingRow, sample
+from headrace.sampling.rows import SamplingRow
+from headrace.sampling.sampler import sample
 from headrace.speculate.drafter import draw_drafts
-from headrace.speculate.verify import gained_tokens, row_after, window_rows
+from headrace.speculate.verify import gained_tokens, window_rows
 from headrace.types.request import SamplingParams
 
 Floats = npt.NDArray[np.float64]
@@ -110,7 +111,7 @@ def head_drafts(rows: list[SamplingRow], last: list[int], depth: int) -> list[tu
     """Chained on the head's own drafts, as they come."""
     drafts: list[tuple[int, ...]] = [()] * len(rows)
     for _ in range(depth):
-        later = [row_after(row, of_row) for row, of_row in zip(rows, drafts, strict=True)]
+        later = [row.after(of_row) for row, of_row in zip(rows, drafts, strict=True)]
         logits = mx.array(HEAD[[[token, *of_row][-1] for token, of_row in zip(last, drafts, strict=True)]])
         ids = draw_drafts(logits, later)
         drafts = [(*of_row, token) for of_row, token in zip(drafts, ids.tolist(), strict=True)]  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from headrace.backend import blas
 from headrace.backend.kernels import Kernels
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
-from headrace.sampling.sampler import GREEDY_ROW
+from headrace.sampling.rows import GREEDY_ROW
 from headrace.speculate import model as model_module
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.model import MOST_DRAFTS, ModelDrafter

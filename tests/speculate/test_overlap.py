@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
-from headrace.sampling.sampler import SamplingRow
+from headrace.sampling.rows import SamplingRow
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.drafts import DraftBatch
@@ -44,7 +44,7 @@ class Machine:
 
     def draft(self, rows: Sequence[DraftRow]) -> DraftBatch:
         counts = [sum(row.num_drafts > place for row in rows) for place in range(rows[0].num_drafts)]
-        return DraftBatch(mx.zeros(sum(counts), mx.int32), counts)
+        return DraftBatch([mx.zeros(count, mx.int32) for count in counts])
 
 
 class Row:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import pytest
 
-from headrace.sampling.sampler import GREEDY_ROW
+from headrace.sampling.rows import GREEDY_ROW
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.drafts import DraftBatch
@@ -74,7 +74,7 @@ class Machine:
             self._ends[row.state] = len(row.token_ids)
         counts = [sum(row.num_drafts > place for row in rows) for place in range(rows[0].num_drafts)]
         self.now += self.costs.a_pass * len(counts)
-        return DraftBatch(mx.zeros(sum(counts), mx.int32), counts)
+        return DraftBatch([mx.zeros(count, mx.int32) for count in counts])
 
 
 class Row:

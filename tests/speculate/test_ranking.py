@@ -29,7 +29,7 @@ def test_a_long_sound_copy_is_preferred_to_two_drafts_of_the_head_and_a_doubtful
     ranking, record = Ranking(), RowRecord()
     assert ranking.best(record, 6, copied=copied(*range(6), confidence=0.9), num_model=2).token_ids == tuple(range(6))
     best = ranking.best(record, 6, copied=copied(*range(6), confidence=0.4), num_model=2)
-    assert (best.token_ids, len(best.drafts), best.uses_model) == ((), 2, True)
+    assert (best.token_ids, len(best.ranked), best.uses_model) == ((), 2, True)
 
 
 def test_of_equals_the_copy_is_taken() -> None:
@@ -50,10 +50,10 @@ def test_a_copy_that_agrees_goes_on_behind_forced_tokens() -> None:
 
 def test_no_more_is_drafted_than_there_is_room_for() -> None:
     ranking, record = Ranking(), RowRecord()
-    assert len(ranking.best(record, 2, num_model=4).drafts) == 2
+    assert len(ranking.best(record, 2, num_model=4).ranked) == 2
     assert ranking.best(record, 1, forced=(1, 2)).token_ids == (1,)
-    assert ranking.best(record, 0, forced=(1,), copied=copied(1, 2), num_model=3).drafts == ()
-    assert ranking.best(record, 4).drafts == ()
+    assert ranking.best(record, 0, forced=(1,), copied=copied(1, 2), num_model=3).ranked == ()
+    assert ranking.best(record, 4).ranked == ()
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
@@ -72,7 +72,7 @@ def test_each_place_of_the_head_has_an_estimate_of_its_own() -> None:
     ranking, record = Ranking(), RowRecord()
     for _ in range(60):
         ranking.report(record, ranking.best(record, 3, num_model=3), 1)
-    first, second, third = (draft.estimate for draft in ranking.best(record, 3, num_model=3).drafts)
+    first, second, third = (draft.estimate for draft in ranking.best(record, 3, num_model=3).ranked)
     assert first > 0.75 > 0.2 > second
     assert third > 0.3  # it was never reached
 
@@ -102,4 +102,4 @@ def test_forced_tokens_teach_nothing() -> None:
     ranking, record = Ranking(), RowRecord()
     before = ranking.best(record, 3, copied=copied(1, 2, 3), num_model=3)
     ranking.report(record, ranking.best(record, 3, forced=(1, 2)), 0)
-    assert ranking.best(record, 3, copied=copied(1, 2, 3), num_model=3) == before
+    assert ranking.best(record, 3, copied=copied(1, 2, 3), num_model=3).ranked == before.ranked

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from headrace.models.mtp_head import HeadOutputs
 from headrace.models.step import Row
-from headrace.sampling.sampler import SamplingRow
+from headrace.sampling.rows import SamplingRow
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.head import HeadDrafter
 from headrace.speculate.ranking import Ranking

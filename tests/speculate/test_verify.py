@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History
-from headrace.sampling.sampler import SamplingRow
+from headrace.sampling.rows import SamplingRow
 from headrace.speculate.verify import gained_tokens, window_rows
 from headrace.types.request import SamplingParams
 
@@ -54,13 +54,14 @@ def test_each_place_of_a_window_is_drawn_after_the_drafts_before_it() -> None:
     rows = window_rows(row, (4, 3))
     assert [each.output_index for each in rows] == [1, 2, 3]
     assert all(each.params is PARAMS and each.stop_token_ids == {9} for each in rows)
-    texts = [each.history for each in rows if each.history is not None]
-    assert [dict(zip(text.output_ids.tolist(), text.output_counts.tolist(), strict=True)) for text in texts] == [
+    assert all(each.history is history for each in rows)
+    counts = [history.counted(each.drafts) for each in rows]
+    assert [dict(zip(ids.tolist(), numbers.tolist(), strict=True)) for ids, numbers in counts] == [
         {3: 1},
         {3: 1, 4: 1},
         {3: 2, 4: 1},
     ]
-    assert [text.ends_with([2, 3, 4, 3]) for text in texts] == [False, False, True]
+    assert [history.ends_with([2, 3, 4, 3], each.drafts) for each in rows] == [False, False, True]
 
 
 def test_a_window_without_drafts_is_the_row_itself() -> None:

@@ -17,7 +17,7 @@ from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_records import Load
 from headrace.state.sequence import SequenceRecord, SequenceState
 from headrace.state.slabs import StatePool
-from headrace.state.stored_state import StateForm
+from headrace.state.stored_state import StateLayout
 
 SPACE = Namespace("weights", salt="s")
 KEY = tuple(range(1000, 1700))
@@ -42,16 +42,16 @@ def stored(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != ".key"]
 
 
-def tier(folder: Path, form: StateForm | None = None, **changes: int) -> DiskTier:
-    if form is None:
-        form = StateForm.of(computed(2))
+def tier(folder: Path, layout: StateLayout | None = None, **changes: int) -> DiskTier:
+    if layout is None:
+        layout = StateLayout.of(computed(2))
     settings = {
         "max_pending_bytes": 10**9,
         "max_load_bytes": 10**9,
         **changes,
     }
     quota = int(settings.pop("quota", 10**9))
-    return DiskTier(folder, quota, "weights", form=form, prefill_tokens_per_s=100.0, **settings)  # type: ignore[arg-type]
+    return DiskTier(folder, quota, "weights", layout=layout, prefill_tokens_per_s=100.0, **settings)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -132,11 +132,11 @@ def test_snapshots_come_back_with_the_spans_before_them(state: SequenceState, tm
     snapshots = {300: SequenceRecord(300, {(7,): window})}
     sample = computed(2)
     sample.layer((7,), lambda: SlidingAttentionState(6)).write(0, mx.ones((1, 2, 2, 4)), mx.zeros((1, 2, 2, 4)))
-    form = StateForm.of(sample)
-    disk = tier(tmp_path, form)
+    layout = StateLayout.of(sample)
+    disk = tier(tmp_path, layout)
     disk.save(SPACE, KEY, [300], state, [], snapshots)
     disk.close()
-    again = tier(tmp_path, form)
+    again = tier(tmp_path, layout)
     assert again.match(SPACE, KEY, 299) is None
     match = again.match(SPACE, KEY, len(KEY))
     assert match is not None

@@ -33,7 +33,7 @@ def window(state: SequenceState, num_kept: int, num_junk: int, marks: tuple[int,
 def unread(state: SequenceState) -> np.ndarray:
     """The rows that the entries need which the head does not have, up to the newest token's."""
     hidden = state.layer(KEY, HiddenState)
-    return np.array(hidden.part(hidden.num_folded - 1, state.length)[0])
+    return np.array(hidden.part(hidden.num_processed - 1, state.length)[0])
 
 
 windows = st.tuples(st.just("window"), st.integers(1, 6), st.integers(0, 5))
@@ -64,7 +64,7 @@ def test_random_programs_leave_the_rows_that_are_needed(program: list[tuple]) ->
             restored = None
         elif action == "read":
             num_read = min(num_read + numbers[0], state.length + 1)
-            state.layer(KEY, HiddenState).fold(num_read)
+            state.layer(KEY, HiddenState).mark_processed(num_read)
         elif action == "checkpoint":
             # before the next window a checkpoint is what was restored, whatever the head has read since
             records.append((state.checkpoint(), num_read if restored is None else restored))
@@ -76,7 +76,7 @@ def test_random_programs_leave_the_rows_that_are_needed(program: list[tuple]) ->
             # the last row stays even if its entry was read: that entry is no part of the record
             num_read = restored = min(num_read, state.length)
         hidden = state.layer(KEY, HiddenState)
-        assert hidden.num_folded == num_read
+        assert hidden.num_processed == num_read
         assert np.array_equal(unread(state), ROWS[num_read - 1 : state.length])
         assert hidden.end == state.length
 
@@ -98,7 +98,7 @@ def test_no_more_rows_are_held_than_are_needed() -> None:
     state = SequenceState(StatePool())
     window(state, 40, 0)
     hidden = state.layer(KEY, HiddenState)
-    hidden.fold(41)
+    hidden.mark_processed(41)
     assert [array.shape for array in hidden.arrays()] == [(1, 1 + NUM_AGAIN, WIDTH)]
     assert state.checkpoint().num_bytes == WIDTH * 4
 
@@ -127,5 +127,5 @@ def test_a_record_stays_while_its_sequence_goes_on() -> None:
     before = np.array(kept)
     for _ in range(5):
         window(state, 3, 1)
-        state.layer(KEY, HiddenState).fold(state.length)
+        state.layer(KEY, HiddenState).mark_processed(state.length)
     assert np.array_equal(np.array(kept), before)

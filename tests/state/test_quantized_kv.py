@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from headrace.state.attention import FullAttentionState
-from headrace.state.quantized_kv import PackedNumbers, group_size, packed_bytes
+from headrace.state.quantized_kv import Quantizer, group_size, packed_bytes
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SMALLEST_CAPACITY, StatePool
 
 LAYER = (0,)
 HEADS = 2
-FORM = PackedNumbers(64, mx.float32, 8), PackedNumbers(32, mx.float32, 4)
+FORM = Quantizer(64, mx.float32, 8), Quantizer(32, mx.float32, 4)
 """Keys of 64 numbers and values of 32."""
 
 
@@ -38,10 +38,10 @@ def pool(request: pytest.FixtureRequest) -> StatePool:
 @pytest.mark.parametrize(("head_dim", "group"), [(32, 32), (64, 64), (96, 32), (128, 64), (256, 64)])
 def test_no_number_is_further_off_than_a_step(head_dim: int, group: int, bits: int, dtype: mx.Dtype) -> None:
     """A step is the range of a group, divided by the largest number of so many bits."""
-    form = PackedNumbers(head_dim, dtype, bits)
+    form = Quantizer(head_dim, dtype, bits)
     exact = numbers(head_dim).astype(dtype)
-    packed = form.pack(exact)
-    found = form.unpack(packed)
+    packed = form.quantize(exact)
+    found = form.dequantize(packed)
     assert found.dtype == dtype
     groups = np.array(exact.astype(mx.float32)).reshape(-1, group)
     back = np.array(found.astype(mx.float32)).reshape(-1, group)
@@ -58,8 +58,8 @@ def test_no_number_is_further_off_than_a_step(head_dim: int, group: int, bits: i
 def test_the_usual_error_is_that_of_uniform_steps(bits: int) -> None:
     """A step's uniform error has a standard deviation of the step divided by the root of twelve."""
     exact = mx.array(np.random.default_rng(1).uniform(-1, 1, (1, 8, 500, 64)).astype(np.float32))
-    form = PackedNumbers(64, mx.float32, bits)
-    error = np.array(form.unpack(form.pack(exact)) - exact)
+    form = Quantizer(64, mx.float32, bits)
+    error = np.array(form.dequantize(form.quantize(exact)) - exact)
     step = 2 / (2**bits - 1)
     assert 0.5 * step / 12**0.5 < error.std() < 1.15 * step / 12**0.5
 
@@ -78,7 +78,7 @@ def test_the_usual_error_is_that_of_uniform_steps(bits: int) -> None:
 def test_a_token_takes_its_bits_and_a_scale_and_a_bias_of_each_group(
     head_dim: int, bits: int, dtype: mx.Dtype, num_bytes: int
 ) -> None:
-    packed = PackedNumbers(head_dim, dtype, bits).pack(numbers(head_dim, 5).astype(dtype))
+    packed = Quantizer(head_dim, dtype, bits).quantize(numbers(head_dim, 5).astype(dtype))
     assert packed.nbytes == HEADS * 5 * num_bytes
     assert packed_bytes(head_dim, bits, dtype.size) == num_bytes
 
@@ -89,19 +89,19 @@ def test_heads_of_no_whole_groups_have_no_form() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_a_token_becomes_does_not_depend_on_its_neighbours(bits: int) -> None:
-    form, exact = PackedNumbers(64, mx.float32, bits), numbers(64, 40)
-    together = form.pack(exact)
+    form, exact = Quantizer(64, mx.float32, bits), numbers(64, 40)
+    together = form.quantize(exact)
     for start, end in ((0, 1), (1, 4), (4, 40)):
-        assert mx.array_equal(form.pack(exact[:, :, start:end]), together[:, :, start:end])
-    assert mx.array_equal(form.pack(exact[:, 1:]), together[:, 1:])
+        assert mx.array_equal(form.quantize(exact[:, :, start:end]), together[:, :, start:end])
+    assert mx.array_equal(form.quantize(exact[:, 1:]), together[:, 1:])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_is_no_number_makes_none_of_its_group(bad: float, bits: int) -> None:
-    form, exact = PackedNumbers(64, mx.float32, bits), np.array(numbers(64))
+    form, exact = Quantizer(64, mx.float32, bits), np.array(numbers(64))
     exact[0, 1, 3, 5] = bad
-    found = np.array(form.unpack(form.pack(mx.array(exact))))
+    found = np.array(form.dequantize(form.quantize(mx.array(exact))))
     is_finite = np.isfinite(found).all(axis=-1)[0]
     assert not np.isfinite(found[0, 1, 3]).any()
     assert is_finite.sum() == is_finite.size - 1
@@ -123,7 +123,9 @@ def test_words_are_the_same_through_growth_rollback_records_and_restores(pool: S
     """Each token is packed once, when it is written."""
     num_tokens = SMALLEST_CAPACITY + 40
     keys, values = numbers(64, num_tokens), numbers(32, num_tokens, seed=1)
-    expected = [np.array(form.unpack(form.pack(array))) for form, array in zip(FORM, (keys, values), strict=True)]
+    expected = [
+        np.array(form.dequantize(form.quantize(array))) for form, array in zip(FORM, (keys, values), strict=True)
+    ]
     state, other = SequenceState(pool, 10), SequenceState(pool, 10)
     write(other, keys[:, :, ::-1], values[:, :, ::-1])
     for start, end in ((0, 5), (5, SMALLEST_CAPACITY - 3), (SMALLEST_CAPACITY - 3, num_tokens)):
@@ -156,10 +158,10 @@ def test_a_state_costs_what_it_stores_and_what_a_step_reads_of_one_layer(pool: S
 
 def test_numbers_of_another_type_are_held_in_the_layers_own() -> None:
     """As an adapter in float32 makes them in a model of half precision."""
-    form, exact = PackedNumbers(64, mx.bfloat16, 8), numbers(64)
-    found = form.unpack(form.pack(exact))
+    form, exact = Quantizer(64, mx.bfloat16, 8), numbers(64)
+    found = form.dequantize(form.quantize(exact))
     assert found.dtype == mx.bfloat16
-    assert mx.array_equal(found, form.unpack(form.pack(exact.astype(mx.bfloat16))))
+    assert mx.array_equal(found, form.dequantize(form.quantize(exact.astype(mx.bfloat16))))
 
 
 def test_a_layer_without_a_form_stays_exact(pool: StatePool) -> None:

@@ -194,7 +194,7 @@ class Sequences(RuleBasedStateMachine):
         entries = hidden.part(live.num_read - 1, num_read - 1)[:, None]
         head = state.full_attention(self.packed.head_key, first=1)
         head.write(live.num_read, entries, -entries)
-        hidden.fold(num_read)
+        hidden.mark_processed(num_read)
         mx.eval(head.arrays(), hidden.arrays())
         live.num_read = num_read
 
@@ -263,7 +263,7 @@ class Sequences(RuleBasedStateMachine):
         for live in self.lives:
             if live.tokens and not live.state.is_untouched:
                 hidden = live.state.layer(self.packed.hidden_key, HiddenState)
-                assert hidden.num_folded == live.num_read
+                assert hidden.num_processed == live.num_read
                 found = np.array(hidden.part(live.num_read - 1, len(live.tokens))[0])
                 assert_close(found, self.outputs(live.tokens)[live.num_read - 1 :])
 

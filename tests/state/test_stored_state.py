@@ -27,7 +27,7 @@ from headrace.state.record_file import BadFile, HostArray, to_host
 from headrace.state.recurrent import RecurrentRecord
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
-from headrace.state.stored_state import NotStorable, StateForm, describe, rebuild, span_name
+from headrace.state.stored_state import NotStorable, StateLayout, describe, rebuild, span_name
 
 WINDOW = 6
 CONTEXT = 3
@@ -91,7 +91,7 @@ def state_of(num_tokens: int) -> SequenceState:
     return state
 
 
-FORM = StateForm.of(state_of(2))
+FORM = StateLayout.of(state_of(2))
 
 
 def file_of(num_tokens: int) -> File:

@@ -18,7 +18,7 @@ from headrace.scheduler.stages import PromptPlan
 from headrace.state.disk import DiskTier
 from headrace.state.disk_records import Load
 from headrace.state.sequence import SequenceState
-from headrace.state.stored_state import StateForm
+from headrace.state.stored_state import StateLayout
 from headrace.types.request import GenerationRequest
 from headrace.types.status import WaitReason
 
@@ -192,7 +192,7 @@ def open_disk_tier(
             folder,
             max(1, knobs.cache_disk_quota - kept_bytes(folder)),
             weights,
-            form=StateForm.of(sample),
+            layout=StateLayout.of(sample),
             prefill_tokens_per_s=PREFILL_TOKENS_PER_S[here.kind],
             max_pending_bytes=int(PENDING_SHARE * budget_bytes),
             max_load_bytes=int(LOAD_SHARE * budget_bytes),

@@ -21,7 +21,7 @@ from headrace.models.mtp_weights import find_head
 from headrace.models.packed import PackedModel
 from headrace.models.source import ModelFiles
 from headrace.models.step import Row
-from headrace.sampling.sampler import GREEDY_ROW
+from headrace.sampling.rows import GREEDY_ROW
 from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.drafter import Drafter, DraftRow
 from headrace.speculate.head import HeadDrafter

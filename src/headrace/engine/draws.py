@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from headrace.backend.transfer import Fetched, to_device
 from headrace.sampling.logprobs import LogprobRows, read_logprobs, token_logprobs
-from headrace.sampling.rows import pick
-from headrace.sampling.sampler import SamplingRow, sample
+from headrace.sampling.rows import SamplingRow, pick
+from headrace.sampling.sampler import sample
 from headrace.types.events import TokenLogprobs
 
 

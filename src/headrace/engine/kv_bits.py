@@ -13,7 +13,7 @@ from headrace.models.levels import Level
 from headrace.models.packed import PackedModel
 from headrace.models.quantized import distance
 from headrace.speculate.head import HeadDrafter
-from headrace.state.quantized_kv import GROUP_SIZES, KVForms, PackedNumbers, group_size
+from headrace.state.quantized_kv import GROUP_SIZES, KVForms, Quantizer, group_size
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -49,7 +49,7 @@ def kv_forms(bits: int, name: str, model: PackedModel, exact: SequenceState) -> 
     if any(layer.per_token and layer.max_tokens is None and not layer.in_slots for layer in exact.cost().layers):
         own = [one.__name__ for one, level in model.levels.items() if level in (Level.ROWS, Level.WHOLE)]
         raise refused("kv_bits", f"{', '.join(own)} of {name} run row by row and keep exact keys and values")
-    forms: dict[tuple[int, ...], tuple[PackedNumbers, PackedNumbers]] = {}
+    forms: dict[tuple[int, ...], tuple[Quantizer, Quantizer]] = {}
     for layer, record in exact.copy_span(0, exact.length).layers.items():
         if record.keys is None or record.values is None:
             continue
@@ -57,7 +57,7 @@ def kv_forms(bits: int, name: str, model: PackedModel, exact: SequenceState) -> 
             if group_size(array.shape[3]) is None:
                 widths = f"{array.shape[3]} numbers, and groups have {' or '.join(map(str, GROUP_SIZES))}"
                 raise refused("kv_bits", f"a head of {name} has {widths}")
-        keys, values = (PackedNumbers(array.shape[3], array.dtype, bits) for array in (record.keys, record.values))
+        keys, values = (Quantizer(array.shape[3], array.dtype, bits) for array in (record.keys, record.values))
         forms[layer] = keys, values
     if not forms:
         raise refused("kv_bits", f"{name} has no layers of full attention")

@@ -14,6 +14,7 @@ from headrace.backend.device import Device
 from headrace.errors import ConfigError
 from headrace.models.packed import PackedModel
 from headrace.scheduler.admission import MemoryBudget
+from headrace.speculate.drafter import DraftRow
 from headrace.speculate.head import HeadDrafter
 from headrace.state.quantized_kv import KVForms
 from headrace.state.sequence import SequenceState, StateCost
@@ -103,7 +104,7 @@ def sample_state(model: PackedModel, head: HeadDrafter | None = None, kv_forms: 
     state = SequenceState(StatePool(has_batches=model.kernels.attends_in_batches, kv_forms=kv_forms))
     model.compute(state, (0, 0))
     if head is not None:
-        head.catch_up_together([(state, (0, 0), None)])
+        head.catch_up([DraftRow(state, (0, 0))])
         mx.eval(state.arrays())
     return state
 

@@ -24,7 +24,8 @@ from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafter import Drafter
-from headrace.speculate.ranking import Candidate, RankedDraft, Ranking, RowRecord, Source
+from headrace.speculate.drafts import Drafts, RankedDraft, Source
+from headrace.speculate.ranking import Ranking, RowRecord
 from headrace.speculate.speculator import Speculator
 from headrace.state.sequence import StateCost
 from headrace.state.slabs import StatePool
@@ -260,11 +261,11 @@ class _PlannedDrafts(Ranking):
         super().__init__()
         self.drafts = NO_DRAFTS
 
-    def best(self, record: RowRecord, max_drafts: int, **others: Any) -> Candidate:
+    def best(self, record: RowRecord, max_drafts: int, **others: Any) -> Drafts:
         number = min(self.drafts.number, max_drafts)
         if self.drafts.by_model:
-            return Candidate((), (RankedDraft(Source.MODEL, 0, 1.0),) * number)
-        return Candidate((0,) * number, (RankedDraft(Source.FORCED, 0, 1.0),) * number)
+            return Drafts((), (RankedDraft(Source.MODEL, 0, 1.0),) * number)
+        return Drafts((0,) * number, (RankedDraft(Source.FORCED, 0, 1.0),) * number)
 
 
 class _AsPlanned(DepthPlanner):

@@ -18,7 +18,7 @@ from headrace.models.media import RowMedia, entry_at
 from headrace.models.positions import TokenPositions
 from headrace.models.step import QueryRecorder, Row
 from headrace.sampling.history import History
-from headrace.sampling.sampler import SamplingRow
+from headrace.sampling.rows import SamplingRow
 from headrace.speculate.drafter import EntryMedia
 from headrace.speculate.drafts import NOTHING, Drafts
 from headrace.speculate.speculator import DraftState
@@ -169,7 +169,7 @@ class Window:
 
     @property
     def num_drafts(self) -> int:
-        return len(self.drafts.candidate.drafts)
+        return len(self.drafts.ranked)
 
     @property
     def num_tokens(self) -> int:

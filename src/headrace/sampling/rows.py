@@ -1,15 +1,66 @@
-"""Picks and reorders rows of a batch, and cuts or sums them in blocks."""
+"""How rows of logits are sampled, and how rows of an array are picked, reordered and summed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from headrace.backend.transfer import to_device
+from headrace.sampling.history import History, needs_history
+from headrace.types.request import GREEDY, SamplingParams
+
+Mask = npt.NDArray[np.uint32]
+"""[W]: bit i % 32 of word i // 32 is set if token i is allowed. Ids beyond the last word are not."""
+
+GREEDY_BELOW = 1e-5
+"""Below this temperature the most likely token is taken."""
 
 BLOCK = 512
 """Vocabulary tokens per block."""
+
+
+@dataclass(slots=True, eq=False)  # not frozen: that takes several times as long to make, for each row of each step
+class SamplingRow:
+    """How one row of logits is sampled; not to be changed.
+
+    output_index: the request's output tokens before the row.
+    history: the text before the row, without `drafts`, if needed, see `needs_history`.
+    stop_token_ids: banned by `min_tokens`.
+    mask: the tokens allowed by the request's constraint, None for all.
+    drafts: output tokens before the row that may be rejected.
+    """
+
+    params: SamplingParams
+    output_index: int
+    history: History | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    mask: Mask | None = None
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature < GREEDY_BELOW
+
+    @property
+    def is_adjusted(self) -> bool:
+        params = self.params
+        has_ids = params.allowed_token_ids is not None or params.banned_token_ids or params.logit_bias
+        is_limited = self.mask is not None or self.output_index < params.min_tokens
+        return bool(has_ids) or is_limited or needs_history(params)
+
+    def after(self, drafts: Sequence[int], mask: Mask | None = None) -> SamplingRow:
+        """How to sample the position after these drafts, which count as output. mask: the tokens allowed there."""
+        if not drafts and mask is self.mask:
+            return self
+        index = self.output_index + len(drafts)
+        return replace(self, output_index=index, mask=mask, drafts=(*self.drafts, *drafts))
+
+
+GREEDY_ROW = SamplingRow(GREEDY, 0)
 
 
 def pick(values: mx.array, rows: Sequence[int]) -> mx.array:

@@ -49,22 +49,27 @@ class Candidates:
 
 
 def truncate(candidates: Candidates) -> mx.array:
-    """The logits, [R, V], with -inf for the tokens outside top_k and then top_p.
+    """The logits, [R, V], R > 0, with -inf for the tokens outside top_k and then top_p.
 
     top_p keeps a token if the mass before it is under top_p of the mass that top_k left; the first token always stays.
     NaN is kept for the caller to detect.
     """
-    num_rows, num_tokens = candidates.logits.shape
+    num_tokens = candidates.logits.shape[-1]
     # Metal sorts all tokens to find the head, and without top_k the host would wait for it in mid-step
     most = HEAD if device.device_kind() == "metal" else num_tokens
-    has_head = [num_tokens > HEAD and (k <= HEAD or num_tokens <= min(k, most)) for k in candidates.top_k]
-    short = [row for row, has in enumerate(has_head) if has]
-    groups: list[tuple[Sequence[int], mx.array]] = []
+    whole: list[int] = []
+    short: list[int] = []
+    rest: list[int] = []
+    for row, (k, p) in enumerate(zip(candidates.top_k, candidates.top_p, strict=True)):
+        if k >= num_tokens and p >= 1:
+            whole.append(row)
+        else:
+            (short if num_tokens > HEAD and (k <= HEAD or num_tokens <= min(k, most)) else rest).append(row)
+    groups: list[tuple[Sequence[int], mx.array]] = [(whole, pick(candidates.logits, whole))] if whole else []
     if short:
         settled, logits = _truncate_by_head(candidates.pick(short))
-        short = [short[place] for place in settled]
-        groups.append((short, logits))
-    rest = sorted(set(range(num_rows)) - set(short))
+        groups.append(([short[place] for place in settled], logits))
+        rest = sorted({*rest, *short} - {short[place] for place in settled})
     if rest:
         chosen = candidates.pick(rest)
         groups.append((rest, _cut(chosen, mx.sort(chosen.logits, axis=-1), None)))
@@ -83,8 +88,8 @@ def _truncate_by_head(candidates: Candidates) -> tuple[list[int], mx.array]:
     is_open = [k >= num_tokens for k in candidates.top_k]
     beyond, settled = None, list(range(num_rows))
     if any(is_open):
-        all_mass = row_sums(_masses(logits, head[:, -1:], temperature))
-        head_mass = mx.sum(_masses(head, head[:, -1:], temperature), axis=-1, keepdims=True)
+        all_mass = row_sums(masses(logits, head[:, -1:], temperature))
+        head_mass = mx.sum(masses(head, head[:, -1:], temperature), axis=-1, keepdims=True)
         beyond = mx.where(_column([int(one) for one in is_open], mx.int32) == 1, mx.maximum(all_mass - head_mass, 0), 0)
         fits = beyond <= _given_up(candidates) * all_mass
         settled = [row for row, within in enumerate(np.array(fits).ravel()) if within or not is_open[row]]
@@ -102,8 +107,8 @@ def _cut(candidates: Candidates, rising: mx.array, beyond: mx.array | None) -> m
     logits = candidates.logits
     width = rising.shape[-1]
     is_in_top_k = mx.arange(width) >= _column([width - min(k, width) for k in candidates.top_k], mx.int32)
-    masses = mx.where(is_in_top_k, _masses(rising, rising[:, -1:], candidates.temperature), 0)
-    from_end = mx.cumsum(masses, axis=-1)
+    mass = mx.where(is_in_top_k, masses(rising, rising[:, -1:], candidates.temperature), 0)
+    from_end = mx.cumsum(mass, axis=-1)
     from_end = from_end if beyond is None else from_end + beyond
     is_kept = from_end > _given_up(candidates) * from_end[:, -1:]
     num_kept = mx.maximum(mx.sum(is_kept, axis=-1, keepdims=True), 1)
@@ -114,7 +119,8 @@ def _cut(candidates: Candidates, rising: mx.array, beyond: mx.array | None) -> m
     return mx.where(is_dropped, -mx.inf, logits)
 
 
-def _masses(logits: mx.array, highest: mx.array, temperature: mx.array) -> mx.array:
+def masses(logits: mx.array, highest: mx.array, temperature: mx.array) -> mx.array:
+    """Probabilities up to a factor."""
     return mx.exp((logits - highest) / temperature)
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 from headrace.models.mtp_head import MtpHead
 from headrace.models.packed import PackedModel
 from headrace.models.step import Row
-from headrace.sampling.sampler import GREEDY_ROW
+from headrace.sampling.rows import GREEDY_ROW
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.head import HeadDrafter
 from headrace.state.sequence import SequenceState

@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from headrace.backend.cuda.row_kernels import most_likely
 from headrace.models.media import RowMedia
-from headrace.sampling.sampler import SamplingRow, sample
+from headrace.sampling.rows import GREEDY_ROW, SamplingRow
+from headrace.sampling.sampler import sample
 from headrace.speculate.drafts import DraftBatch
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -20,20 +21,19 @@ EntryMedia = Callable[[int, int], RowMedia]
 """A sequence's media as the head needs them for a range of tokens; see `MtpHead.read`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: that takes several times as long to make, for each row of each step
 class DraftRow:
     """A sequence between two steps.
 
     token_ids: all known ones, at least one more than the state has computed.
-    num_drafts: wanted.
-    settings: for sampling the token after the known ones.
+    num_drafts: wanted, from 1. settings: for sampling the token after the known ones. Both only matter to `draft`.
     media: see EntryMedia.
     """
 
     state: SequenceState
     token_ids: Sequence[int]
-    num_drafts: int
-    settings: SamplingRow
+    num_drafts: int = 0
+    settings: SamplingRow = GREEDY_ROW
     media: EntryMedia | None = None
 
 
@@ -58,7 +58,7 @@ class Drafter:
         """Tokens that must be processed even if nothing is drafted, because what they need takes memory."""
         return 0
 
-    def catch_up_together(self, rows: Sequence[tuple[SequenceState, Sequence[int], EntryMedia | None]]) -> None:
+    def catch_up(self, rows: Sequence[DraftRow]) -> None:
         """Process the pending tokens, as before states are stored. The last known token is left for `draft`."""
 
     def skip(self, state: SequenceState) -> None:
@@ -85,24 +85,17 @@ def check_order(rows: Sequence[DraftRow]) -> None:
     assert all(one.num_drafts >= other.num_drafts > 0 for one, other in pairwise(rows)), "the first want most"
 
 
-def next_drafts(logits: mx.array, rows: Sequence[DraftRow], depth: int) -> mx.array:
-    """A token for each row, `[R]` int32, sampled as its position will be verified, but for penalties of earlier drafts.
+def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow], depth: int = 0) -> mx.array:
+    """One draft per row, `[R]` int32, not evaluated.
 
-    logits: `[R, V]`, after `depth` earlier drafts of these rows.
+    logits: the drafter's, `[R, V]` in any float type, after `depth` earlier drafts of these rows. rows: how the token
+    after the known ones is sampled. A row with invalid logits gets any token.
+
+    The draft is sampled as its position will be verified, but for penalties of earlier drafts: as if the logits were
+    the served model's, with the random number of the verification. Where the distributions are similar, both land on
+    the same token more often than with an independent number, or than the drafter's most likely token: by as much as
+    the tokens' intervals overlap.
     """
-    if all(row.settings.is_greedy and not row.settings.is_adjusted for row in rows):
+    if all(row.is_greedy and not row.is_adjusted for row in rows):
         return most_likely(logits, 0)
-    settings = [replace(row.settings, output_index=row.settings.output_index + depth) for row in rows]
-    return draw_drafts(logits, settings)
-
-
-def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """One draft per row, [R] int32, not evaluated.
-
-    logits: the drafter's, [R, V] in any float type. rows: how verification will sample the positions, see `row_after`.
-
-    The draft is sampled as if the logits were the served model's, with the random number of the verification. Where the
-    distributions are similar, both land on the same token more often than with an independent number, or than the
-    drafter's most likely token: by as much as the tokens' intervals overlap. A row with invalid logits gets any token.
-    """
-    return mx.maximum(sample(logits, rows), 0)
+    return mx.maximum(sample(logits, [replace(row, output_index=row.output_index + depth) for row in rows]), 0)

@@ -1,31 +1,56 @@
-"""Drafts of one sequence on their way to the window that verifies them."""
+"""Drafts of sequences, from the estimates that choose them to the window that verifies them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from headrace.backend.transfer import Fetched, to_device
 from headrace.sampling.rows import pick
-from headrace.speculate.ranking import Candidate
+
+
+class Source(StrEnum):
+    """The drafter."""
+
+    FORCED = "forced"
+    """A grammar that allows one token only."""
+    COPY = "copy"
+    """Earlier text of the same sequence."""
+    MODEL = "model"
+    """The model's own prediction head, or a draft model."""
+
+
+class RankedDraft(NamedTuple):
+    """One draft: its drafter, its evidence, and its acceptance if those before it are accepted.
+
+    grade: of a copy's confidence, from 0; for a model the number of its drafts before this one.
+    """
+
+    source: Source
+    grade: int
+    estimate: float
 
 
 class DraftBatch:
     """A model's drafts for several sequences, one token for all after the other; launched, not waited for.
 
-    ids: `[n]` int32. counts: sequences drafted for at each depth, never rising: the first ones.
+    ids: `[n]` int32.
     """
 
-    def __init__(self, ids: mx.array, counts: Sequence[int]) -> None:
-        self.ids = ids
-        self._starts = list(accumulate(counts, initial=0))
-        self._fetched = Fetched(ids)
+    def __init__(self, by_depth: Sequence[mx.array]) -> None:
+        """by_depth: drafts `[R]` int32 at each depth, of ever fewer sequences: the first ones."""
+        self.ids = by_depth[0] if len(by_depth) == 1 else mx.concatenate(list(by_depth))
+        self._starts = list(accumulate([ids.shape[0] for ids in by_depth], initial=0))
+        self._fetched = Fetched(self.ids)
         self._read: list[int] | None = None
         # kernels write in place: nothing may be launched between them and this
-        mx.async_eval(ids, self._fetched.arrays)
+        mx.async_eval(self.ids, self._fetched.arrays)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -41,36 +66,46 @@ class DraftBatch:
         return tuple([self._read[index] for index in self.indices(row, num_drafts)])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: that takes several times as long to make, for each row of each step
 class Drafts:
-    """Drafts for a sequence's next window. Their ids are `known`, or those of sequence `row` in a batch.
+    """Drafts for a sequence's next window; not to be changed.
 
-    candidate: where each comes from.
+    token_ids: of all drafts, or none if the head or draft model gives them: then those of sequence `row` in `batch`,
+    which is None before they are drafted.
+    survival: for each draft, the probability that it and all before it are accepted.
     """
 
-    candidate: Candidate
-    known: tuple[int, ...] | None = None
+    token_ids: tuple[int, ...]
+    ranked: tuple[RankedDraft, ...]
     batch: DraftBatch | None = None
     row: int = 0
+    survival: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.survival = tuple(accumulate([draft.estimate for draft in self.ranked], mul))
 
     @property
     def num_drafts(self) -> int:
-        return len(self.candidate.drafts)
+        return len(self.ranked)
 
-    def read(self) -> tuple[int, ...]:
-        """The ids; waits for the device if they are there."""
-        if self.batch is None or not self.num_drafts:
-            return self.known or ()
-        return self.batch.read(self.row, self.num_drafts)
+    @property
+    def uses_model(self) -> bool:
+        return len(self.ranked) > len(self.token_ids)
 
     def first(self, num_drafts: int) -> Drafts:
         if num_drafts >= self.num_drafts:
             return self
-        known = None if self.known is None else self.known[:num_drafts]
-        return replace(self, candidate=self.candidate.first(num_drafts), known=known)
+        return Drafts(self.token_ids[:num_drafts], self.ranked[:num_drafts], self.batch, self.row)
+
+    def read(self) -> tuple[int, ...]:
+        """The ids; waits for the device if they are there."""
+        if not self.uses_model:
+            return self.token_ids
+        assert self.batch is not None
+        return self.batch.read(self.row, self.num_drafts)
 
 
-NOTHING = Drafts(Candidate((), ()), ())
+NOTHING = Drafts((), ())
 
 
 def packed_ids(windows: Sequence[tuple[Sequence[int], Drafts]]) -> mx.array | None:
@@ -78,24 +113,19 @@ def packed_ids(windows: Sequence[tuple[Sequence[int], Drafts]]) -> mx.array | No
 
     Built on the device, so that the host need not wait for the drafts.
     """
-    batches = {id(each.batch): each.batch for _, each in windows if each.batch is not None and each.num_drafts}
+    batches = {id(each.batch): each.batch for _, each in windows if each.batch is not None and each.uses_model}
     if not batches:
         return None
-    known: list[int] = []
-    for token_ids, drafts in windows:
-        known += token_ids
-        if drafts.batch is None or not drafts.num_drafts:  # a constraint may have left none
-            known += drafts.read()
+    known = [token_id for token_ids, drafts in windows for token_id in (*token_ids, *drafts.token_ids)]
     sizes = [batch.ids.shape[0] for batch in batches.values()]
     starts = dict(zip(batches, accumulate(sizes, initial=len(known)), strict=False))
     order: list[int] = []
     num_known = 0
     for token_ids, drafts in windows:
-        is_on_device = drafts.batch is not None and drafts.num_drafts > 0
-        num_here = len(token_ids) + (0 if is_on_device else drafts.num_drafts)
+        num_here = len(token_ids) + len(drafts.token_ids)
         order += range(num_known, num_known + num_here)
         num_known += num_here
-        if drafts.batch is not None and is_on_device:
+        if drafts.batch is not None and drafts.uses_model:
             start = starts[id(drafts.batch)]
             order += [start + index for index in drafts.batch.indices(drafts.row, drafts.num_drafts)]
     return pick(mx.concatenate([to_device(known, mx.int32), *[batch.ids for batch in batches.values()]]), order)

@@ -11,7 +11,7 @@ from headrace.backend.cuda.shapes import LONGEST_WINDOW
 from headrace.models.packed import PackedModel
 from headrace.models.step import Row
 from headrace.recent_times import RecentTimes
-from headrace.speculate.drafter import Drafter, DraftRow, check_order, next_drafts
+from headrace.speculate.drafter import Drafter, DraftRow, check_order, draw_drafts
 from headrace.speculate.drafts import DraftBatch
 from headrace.state.sequence import Companion, SequenceState
 from headrace.state.slabs import StatePool
@@ -103,13 +103,13 @@ class ModelDrafter(Drafter):
         check_order(rows)
         own = [self._companion(row.state, len(row.token_ids)) for row in rows]
         new = [list(row.token_ids[one.end :]) for row, one in zip(rows, own, strict=True)]
-        drafts, counts = [next_drafts(self._extend(list(zip(own, new, strict=True))), rows, 0)], [len(rows)]
+        settings = [row.settings for row in rows]
+        drafts = [draw_drafts(self._extend(list(zip(own, new, strict=True))), settings)]
         for depth in range(1, rows[0].num_drafts):
-            deeper = [row for row in rows if row.num_drafts > depth]
-            logits = self._after_drafts([one.state for one in own[: len(deeper)]], drafts)
-            drafts.append(next_drafts(logits, deeper, depth))
-            counts.append(len(deeper))
-        return DraftBatch(drafts[0] if len(drafts) == 1 else mx.concatenate(drafts), counts)
+            count = sum(row.num_drafts > depth for row in rows)
+            logits = self._after_drafts([one.state for one in own[:count]], drafts)
+            drafts.append(draw_drafts(logits, settings[:count], depth))
+        return DraftBatch(drafts)
 
     def _start(self, state: SequenceState, num_known: int) -> int:
         """The first of the known tokens that is still to be processed."""

@@ -7,11 +7,9 @@ are learned from verified drafts: over all rows by source and evidence, and for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from itertools import accumulate
-from operator import mul
-from typing import NamedTuple
+from dataclasses import dataclass
+
+from headrace.speculate.drafts import NOTHING, Drafts, RankedDraft, Source
 
 _PRIOR = 3
 """Outcomes that an estimate weighs before any was observed."""
@@ -29,17 +27,6 @@ _NUM_GRADES = 8
 """Grades of confidence."""
 
 
-class Source(StrEnum):
-    """The drafter."""
-
-    FORCED = "forced"
-    """A grammar that allows one token only."""
-    COPY = "copy"
-    """Earlier text of the same sequence."""
-    MODEL = "model"
-    """The model's own prediction head, or a draft model."""
-
-
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Tokens copied from a row's own text.
@@ -49,43 +36,6 @@ class Proposal:
 
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]
-
-
-class RankedDraft(NamedTuple):
-    """One draft: its drafter, its evidence, and its acceptance if those before it are accepted.
-
-    grade: of a copy's confidence, from 0; for a model the number of its drafts before this one.
-    """
-
-    source: Source
-    grade: int
-    estimate: float
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What may be drafted for a row.
-
-    token_ids: the known drafts; the head or draft model gives the rest of `drafts`.
-    survival: for each draft, the probability that it and all before it are accepted.
-    """
-
-    token_ids: tuple[int, ...]
-    drafts: tuple[RankedDraft, ...]
-    survival: tuple[float, ...] = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        survival = tuple(accumulate([draft.estimate for draft in self.drafts], mul))
-        object.__setattr__(self, "survival", survival)
-
-    @property
-    def uses_model(self) -> bool:
-        return len(self.drafts) > len(self.token_ids)
-
-    def first(self, num_drafts: int) -> Candidate:
-        if num_drafts >= len(self.drafts):
-            return self
-        return Candidate(self.token_ids[:num_drafts], self.drafts[:num_drafts])
 
 
 class RowRecord:
@@ -122,7 +72,7 @@ class Ranking:
         forced: Sequence[int] = (),
         copied: Proposal | None = None,
         num_model: int = 0,
-    ) -> Candidate:
+    ) -> Drafts:
         """The drafts with the highest expected gain, at most `max_drafts`; none if there is nothing to draft.
 
         forced: tokens without an alternative. They come first, and only a copy that agrees with them can follow.
@@ -130,14 +80,14 @@ class Ranking:
         num_model: drafts available from the head or draft model, 0 without one. A copy is preferred to equal drafts of
         these, because it needs no pass.
         """
-        best, certain = _NOTHING, (_CERTAIN,) * len(forced)
+        best, certain = NOTHING, (_CERTAIN,) * len(forced)
         if forced:
-            best = Candidate(tuple(forced), certain).first(max_drafts)
+            best = Drafts(tuple(forced), certain).first(max_drafts)
         elif num_model:
             best = self._of_model(record, min(num_model, max_drafts))
         if copied is not None and copied.token_ids[: len(forced)] == tuple(forced):
             rest = self._copied(record, copied.confidences[len(forced) :])
-            copy = Candidate(copied.token_ids, certain + rest).first(max_drafts)
+            copy = Drafts(copied.token_ids, certain + rest).first(max_drafts)
             best = copy if sum(copy.survival) >= sum(best.survival) else best
         return best
 
@@ -149,21 +99,21 @@ class Ranking:
         }
         return tuple([by_confidence[each] for each in confidences])
 
-    def _of_model(self, record: RowRecord, num_drafts: int) -> Candidate:
+    def _of_model(self, record: RowRecord, num_drafts: int) -> Drafts:
         factor = record.factor(Source.MODEL)
         drafts = [self._draft(factor, Source.MODEL, depth, _MODEL_ACCEPTANCE) for depth in range(num_drafts)]
-        return Candidate((), tuple(drafts))
+        return Drafts((), tuple(drafts))
 
     def _draft(self, factor: float, source: Source, grade: int, assumed: float) -> RankedDraft:
         mean, _ = self._means.get((source, grade), (assumed, _PRIOR))
         return RankedDraft(source, grade, min(mean * factor, _HIGHEST))
 
-    def report(self, record: RowRecord, verified: Candidate, num_accepted: int) -> None:
-        """Learn from a verified candidate whose first `num_accepted` drafts were accepted.
+    def report(self, record: RowRecord, verified: Drafts, num_accepted: int) -> None:
+        """Learn from verified drafts, of which the first `num_accepted` were accepted.
 
         Drafts after the first rejected one are ignored.
         """
-        for number, draft in enumerate(verified.drafts[: num_accepted + 1]):
+        for number, draft in enumerate(verified.ranked[: num_accepted + 1]):
             if draft.source is Source.FORCED:
                 continue
             is_accepted = number < num_accepted
@@ -174,4 +124,3 @@ class Ranking:
 
 
 _CERTAIN = RankedDraft(Source.FORCED, 0, 1.0)
-_NOTHING = Candidate((), ())

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from headrace.isolation import isolated
-from headrace.sampling.sampler import SamplingRow
+from headrace.sampling.rows import SamplingRow
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafter import Drafter, DraftRow, EntryMedia
 from headrace.speculate.drafts import NOTHING, Drafts
 from headrace.speculate.ngram import NgramDrafter
-from headrace.speculate.ranking import Candidate, Ranking, RowRecord
+from headrace.speculate.ranking import Ranking, RowRecord
 from headrace.state.sequence import SequenceState
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,9 @@ MAX_PENDING = 64
 class DraftState:
     """The drafting state of a sequence.
 
-    max_drafts: at once, as its request and the server allow. drafts: for its next window.
-    forecast: the one that their number was chosen by.
+    max_drafts: at once, as its request and the server allow.
+    drafts: for its next window; while they are being chosen, all that could be drafted.
+    forecast: that their number is chosen by.
     has_failed: drafting has failed; the sequence continues without drafts.
     """
 
@@ -137,78 +138,63 @@ class Speculator:
         self._has_attempted = not any(one.is_ahead for one in decoding) and not self.may_overlap(rows)
         self._prefill_s = 0.0
         if self._has_attempted:
-            candidates = self._candidates([one for one in decoding if one.row.may_draft])
-            if any(row.forecast.prefill_s for row in rows):
-                candidates = self._prefilled(decoding, candidates)
-            with self._isolated([one.row for one, _ in candidates]):
-                depths = self._planner.plan([row.forecast for row in rows])
-                depth_of = dict(zip(map(id, rows), depths, strict=True))
-                self._propose([(one, candidate.first(depth_of[id(one.row)])) for one, candidate in candidates])
+            self._attempt(decoding)
         self._catch_up_pending([one for one in decoding if not (one.row.has_failed or one.row.drafts.num_drafts)])
 
-    def _candidates(self, rows: Iterable[Drafting]) -> list[tuple[Drafting, Candidate]]:
-        """What could be drafted for the rows, after any prefill that the drafter needs."""
-        candidates: list[tuple[Drafting, Candidate]] = []
-        for one in rows:
-            with self._isolated([one.row]):
-                candidate, num_known = self._candidate(one, uses_model=True), len(one.token_ids)
-                prefill_s = self.drafter.prefill_s(one.state, num_known) if candidate.uses_model else 0.0
-                one.row.forecast = DraftForecast(
-                    candidate.survival, candidate.uses_model, num_known, prefill_s, one.room
-                )
-                candidates.append((one, candidate))
-        return candidates
+    def _attempt(self, decoding: Sequence[Drafting]) -> None:
+        rows = [one.row for one in decoding]
+        for one in decoding:
+            if one.row.may_draft:
+                with self._isolated([one.row]):
+                    self._rank(one, uses_model=True)
+        if any(one.row.forecast.prefill_s for one in decoding):
+            self._prefill(decoding)
+        with self._isolated([row for row in rows if row.may_draft]):
+            for row, depth in zip(rows, self._planner.plan([row.forecast for row in rows]), strict=True):
+                row.drafts = row.drafts.first(depth)
+            self._draft_by_model([one for one in decoding if one.row.drafts.uses_model])
 
-    def _prefilled(
-        self, decoding: Sequence[Drafting], candidates: Sequence[tuple[Drafting, Candidate]]
-    ) -> list[tuple[Drafting, Candidate]]:
-        """Let the draft model process texts that it lacks. Returns what can be drafted now."""
-        with self._isolated([one.row for one, _ in candidates]):
-            chosen = self._planner.prefills([one.row.forecast for one in decoding])
-            if chosen:
-                texts = [(decoding[number].state, decoding[number].token_ids) for number in chosen]
-                self._prefill_s = self.drafter.prefill(texts)
-        found: list[tuple[Drafting, Candidate]] = []
-        for one, candidate in candidates:
-            with self._isolated([one.row]):
-                if one.row.has_failed:
-                    continue
-                forecast, state = one.row.forecast, one.state
-                if forecast.prefill_s and self.drafter.prefill_s(state, forecast.num_context):
-                    candidate = self._candidate(one, uses_model=False)
-                one.row.forecast = DraftForecast(candidate.survival, candidate.uses_model, forecast.num_context)
-                found.append((one, candidate))
-        return found
-
-    def _candidate(self, one: Drafting, *, uses_model: bool) -> Candidate:
+    def _rank(self, one: Drafting, *, uses_model: bool) -> None:
+        """Find all that could be drafted for a row, after any prefill that the drafter needs."""
         row, token_ids = one.row, one.token_ids
         limit = min(row.max_drafts, one.room)
         if limit < 1:
-            return NOTHING.candidate
+            return
         if row.copies is None:
             row.copies = NgramDrafter(token_ids)
         else:
             row.copies.append(token_ids[len(row.copies) :])
         forced, copied = one.forced_tokens(limit), row.copies.propose(limit)
-        return self._ranking.best(row.record, limit, forced=forced, copied=copied, num_model=limit * uses_model)
+        num_model = limit * uses_model
+        row.drafts = self._ranking.best(row.record, limit, forced=forced, copied=copied, num_model=num_model)
+        prefill_s = self.drafter.prefill_s(one.state, len(token_ids)) if row.drafts.uses_model else 0.0
+        row.forecast = DraftForecast(row.drafts.survival, row.drafts.uses_model, len(token_ids), prefill_s, one.room)
 
-    def _propose(self, chosen: Sequence[tuple[Drafting, Candidate]]) -> None:
-        by_model: list[tuple[Drafting, Candidate]] = []
-        for one, candidate in chosen:
-            if candidate.uses_model:
-                by_model.append((one, candidate))
-            elif candidate.drafts:
-                one.row.drafts = Drafts(candidate, candidate.token_ids)
-        if not by_model:
+    def _prefill(self, decoding: Sequence[Drafting]) -> None:
+        """Let the draft model process texts that it lacks. Rows that still lack some get what can be drafted now."""
+        with self._isolated([one.row for one in decoding if one.row.may_draft]):
+            chosen = self._planner.prefills([one.row.forecast for one in decoding])
+            if chosen:
+                texts = [(decoding[number].state, decoding[number].token_ids) for number in chosen]
+                self._prefill_s = self.drafter.prefill(texts)
+        for one in decoding:
+            with self._isolated([one.row]):
+                if one.row.forecast.prefill_s and self.drafter.prefill_s(one.state, len(one.token_ids)):
+                    self._rank(one, uses_model=False)
+                one.row.forecast = one.row.forecast._replace(prefill_s=0.0)
+
+    def _draft_by_model(self, rows: Sequence[Drafting]) -> None:
+        if not rows:
             return
-        by_model.sort(key=lambda each: -len(each[1].drafts))
-        rows = [
-            DraftRow(one.state, one.token_ids, len(candidate.drafts), one.settings, one.entry_media)
-            for one, candidate in by_model
-        ]
-        batch = self.drafter.draft(rows)
-        for number, (one, candidate) in enumerate(by_model):
-            one.row.drafts = Drafts(candidate, batch=batch, row=number)
+        rows = sorted(rows, key=lambda one: -one.row.drafts.num_drafts)
+        batch = self.drafter.draft(
+            [
+                DraftRow(one.state, one.token_ids, one.row.drafts.num_drafts, one.settings, one.entry_media)
+                for one in rows
+            ]
+        )
+        for number, one in enumerate(rows):
+            one.row.drafts = Drafts((), one.row.drafts.ranked, batch, number)
 
     def _catch_up_pending(self, rows: Sequence[Drafting]) -> None:
         """Let the drafter catch up for rows without drafts: once one row needs it, also for those that soon will."""
@@ -221,7 +207,7 @@ class Speculator:
         """Let the drafter process all pending hidden states, as before states are stored."""
         sound = [one for one in rows if not one.row.has_failed]
         with self._isolated([one.row for one in sound]):
-            self.drafter.catch_up_together([(one.state, one.token_ids, one.entry_media) for one in sound])
+            self.drafter.catch_up([DraftRow(one.state, one.token_ids, media=one.entry_media) for one in sound])
 
     def report(
         self,
@@ -261,7 +247,7 @@ class Speculator:
             return
         # drafts after a stop token were neither accepted nor rejected
         num_judged = one.num_accepted if one.is_stopped else one.num_verified
-        judged = one.row.drafts.candidate.first(num_judged)
+        judged = one.row.drafts.first(num_judged)
         self._ranking.report(one.row.record, judged, one.num_accepted)
 
     def _isolated(self, rows: Sequence[DraftState]) -> AbstractContextManager[None]:

@@ -12,21 +12,8 @@ tokens is P(d).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from headrace.sampling.adjustment import Mask
-from headrace.sampling.sampler import SamplingRow
-
-
-def row_after(row: SamplingRow, drafts: Sequence[int], mask: Mask | None = None) -> SamplingRow:
-    """How to sample the position after these drafts, given the row of their first one: they count as output.
-
-    `row.history` is not changed, and must not change before the new row is sampled. mask: the tokens allowed there.
-    """
-    if not drafts and mask is row.mask:
-        return row
-    history = row.history.followed_by(drafts) if row.history is not None else None
-    return replace(row, output_index=row.output_index + len(drafts), history=history, mask=mask)
+from headrace.sampling.rows import Mask, SamplingRow
 
 
 def window_rows(
@@ -39,7 +26,7 @@ def window_rows(
     masks: allowed tokens at each position, K + 1 of them; None without a constraint.
     """
     numbers = range(len(drafts) + 1)
-    return [row_after(row, drafts[:number], None if masks is None else masks[number]) for number in numbers]
+    return [row.after(drafts[:number], None if masks is None else masks[number]) for number in numbers]
 
 
 def gained_tokens(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """State of attention layers: full attention in a slab's slot, sliding attention in a moving buffer.
 
-Slots and records hold keys and values as they are stored, exact or packed; `write` and `read` are in numbers.
+Slots and records hold keys and values as they are stored, exact or quantised; those of `write` and `read` are exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.state.slabs import Slot
 class KVRecord(LayerRecord):
     """Keys and values `[num_layers, num_kv_heads, n, head_dim]` of the tokens from `start` on; None before any write.
 
-    Of full attention as they are stored, see `PackedNumbers`.
+    Of full attention as they are stored, see `Quantizer`.
     """
 
     start: int
@@ -81,15 +81,15 @@ class FullAttentionState:
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Keys and values of the tokens `start` to `end`, as far as they exist."""
-        return self.numbers(*self.slot.read(self.layer, max(start, self.first), end))
+        return self.dequantized(*self.slot.read(self.layer, max(start, self.first), end))
 
     def stored(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values `[…, head_dim]` as slots and records hold them."""
-        return (keys, values) if self.form is None else (self.form[0].pack(keys), self.form[1].pack(values))
+        return (keys, values) if self.form is None else (self.form[0].quantize(keys), self.form[1].quantize(values))
 
-    def numbers(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def dequantized(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """The opposite of `stored`."""
-        return (keys, values) if self.form is None else (self.form[0].unpack(keys), self.form[1].unpack(values))
+        return (keys, values) if self.form is None else (self.form[0].dequantize(keys), self.form[1].dequantize(values))
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Nothing to do: dropped tokens are overwritten by the next ones."""

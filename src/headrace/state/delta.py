@@ -23,7 +23,7 @@ class DeltaTables:
     """The tables of all layers, each made at its first use. They double when there is no free slot."""
 
     def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self.layers: dict[LayerKey, DeltaTable] = {}
 
@@ -31,14 +31,9 @@ class DeltaTables:
     def num_bytes(self) -> int:
         return sum(array.nbytes for table in self.layers.values() for array in table)
 
-    @property
-    def slot_bytes(self) -> Sequence[int]:
-        """Bytes of a slot, by layer."""
-        return [sum(array.nbytes for array in table) // self._num_slots for table in self.layers.values()]
-
     def prepare(self, layer: LayerKey, shape: DeltaShape, dtype: mx.Dtype) -> DeltaTable:
         if layer not in self.layers:
-            self.layers[layer] = _empty(shape, dtype, self._num_slots)
+            self.layers[layer] = _empty(shape, dtype, self.num_slots)
         return self.layers[layer]
 
     def allocate(self) -> int:
@@ -50,17 +45,13 @@ class DeltaTables:
     def free(self, slot: int) -> None:
         self._free.append(slot)
 
-    def settle(self, plan: mx.array) -> list[mx.array]:
-        """Replay tokens of the stash, its rows as packed tokens; plan: as in `delta.scan_chunks`."""
-        return _settle(plan, list(map(tuple, self.layers.values())))
-
     def _grow(self) -> None:
         for layer, table in self.layers.items():
             doubled = [mx.concatenate([array, mx.zeros_like(array)]) for array in table]
             mx.eval(doubled)
             self.layers[layer] = DeltaTable(*doubled)
-        self._free += range(2 * self._num_slots - 1, self._num_slots - 1, -1)
-        self._num_slots *= 2
+        self._free += range(2 * self.num_slots - 1, self.num_slots - 1, -1)
+        self.num_slots *= 2
 
 
 def _empty(shape: DeltaShape, dtype: mx.Dtype, num_slots: int) -> DeltaTable:
@@ -77,7 +68,10 @@ def _empty(shape: DeltaShape, dtype: mx.Dtype, num_slots: int) -> DeltaTable:
 
 
 def _replay(plan: mx.array, tables: Sequence[Sequence[mx.array]]) -> list[mx.array]:
-    """One array per table, to be launched."""
+    """Replay tokens of the stashes, their rows as packed tokens. Gives one array per table, to be launched.
+
+    plan: as in `delta.scan_chunks`.
+    """
     launched: list[mx.array] = []
     for state, _, *stash in tables:
         k, v, g, beta = (array.reshape(-1, *array.shape[2:]) for array in stash)
@@ -85,7 +79,7 @@ def _replay(plan: mx.array, tables: Sequence[Sequence[mx.array]]) -> list[mx.arr
     return launched
 
 
-_settle = mx.compile(_replay) if mx.cuda.is_available() else _replay
+_compiled_replay = mx.compile(_replay) if mx.cuda.is_available() else _replay
 
 
 def _collected(arrays: Sequence[mx.array], num_merged: int, at: int, number: int) -> list[mx.array]:
@@ -117,8 +111,8 @@ class Stops:
 
     def records(self, place: int) -> Records:
         """Copies of what is left at one of them."""
-        states = _collected(list(self.states.values()), 1, place, 1)
-        return _by_layer(self.states, states, _collected(list(self.contexts.values()), 1, place, 1))
+        states, contexts = (_collected(list(each.values()), 1, place, 1) for each in (self.states, self.contexts))
+        return _by_layer(self.states, states, contexts)
 
 
 class TableState(RecurrentState):
@@ -174,7 +168,7 @@ class TableState(RecurrentState):
             return []
         first = row * (LONGEST_WINDOW - 1)
         plan = to_device([first, count, count, 0, self.index, row, row, 0, 0], mx.int32)[None]
-        return self.tables.settle(plan)
+        return _compiled_replay(plan, list(map(tuple, self.tables.layers.values())))
 
     def checkpoint(self) -> Records:
         if not self.end:
@@ -194,7 +188,8 @@ class TableState(RecurrentState):
 
     def cost(self) -> list[LayerCost]:
         """One slot per layer, the same at every length."""
-        return [LayerCost(fixed=num_bytes) for num_bytes in self.tables.slot_bytes]
+        layers = self.tables.layers.values()
+        return [LayerCost(fixed=sum(array.nbytes for array in table) // self.tables.num_slots) for table in layers]
 
     def arrays(self) -> list[mx.array]:
         """The tables, which all sequences share."""

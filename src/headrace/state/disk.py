@@ -31,7 +31,7 @@ from headrace.state.disk_records import Load, Save, entry_of, missing_files
 from headrace.state.disk_times import DiskTimes
 from headrace.state.record_file import BadFile, read_about, write_file
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
-from headrace.state.stored_state import NotStorable, StateForm
+from headrace.state.stored_state import NotStorable, StateLayout
 from headrace.types.status import DiskStatus
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class DiskTier:
         quota_bytes: int,
         weights: str,
         *,
-        form: StateForm,
+        layout: StateLayout,
         prefill_tokens_per_s: float,
         max_pending_bytes: int,
         max_load_bytes: int,
@@ -59,7 +59,7 @@ class DiskTier:
         """Scans the folder, creating it if necessary. Raises OSError if it can't be created.
 
         weights: fingerprint of the weights and their format.
-        form: of the model's states.
+        layout: of the model's states.
         prefill_tokens_per_s: an estimate, see DiskTimes.
         max_pending_bytes: that may wait to be written.
         max_load_bytes: of the largest state that is restored.
@@ -67,11 +67,11 @@ class DiskTier:
         self._folder = DiskFolder(folder, quota_bytes)
         self._folder.create()
         self._folder.remove_useless()
-        self._form = form
+        self._layout = layout
         self.weights = weights
         self._model = model_prefix(weights)
         self._digests = Digests(self._folder.key())
-        self._index = DiskIndex(self._digests, has_spans=form.has_spans, needs_snapshots=form.needs_snapshots)
+        self._index = DiskIndex(self._digests, has_spans=layout.has_spans, needs_snapshots=layout.needs_snapshots)
         self._times = DiskTimes(prefill_tokens_per_s)
         self._max_pending_bytes = max_pending_bytes
         self._max_load_bytes = max_load_bytes
@@ -154,7 +154,7 @@ class DiskTier:
         """
         root = self._digests.root(namespace)
         missing, known = missing_files(
-            self._digests, self._model, root, key, ends, self._is_known, self._form.has_spans
+            self._digests, self._model, root, key, ends, self._is_known, self._layout.has_spans
         )
         try:
             save = Save.of(missing, known, state, spans, snapshots, self._room_bytes())
@@ -262,7 +262,7 @@ class DiskTier:
         """On the reader's thread."""
         started = time.monotonic()
         try:
-            if load.read(self._folder, self._form):
+            if load.read(self._folder, self._layout):
                 duration_s = time.monotonic() - started
                 num_bytes = load.num_bytes
                 self._times.observe_read(num_bytes, duration_s)

@@ -19,7 +19,7 @@ from headrace.state.disk_index import BLOCK_TOKENS, DIGEST_BYTES, MARK_BYTES, Di
 from headrace.state.layer import LayerKey
 from headrace.state.record_file import BadFile, HostArray, join, mlx_array, read_file, to_host
 from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
-from headrace.state.stored_state import Description, StateForm, describe, rebuild, span_name
+from headrace.state.stored_state import Description, StateLayout, describe, rebuild, span_name
 
 HEAD_BYTES = 16_384
 """What a file's header takes besides its arrays, on the large side."""
@@ -232,8 +232,8 @@ class Load:
         """Bytes of the files, and roughly of their arrays."""
         return sum(entry.num_bytes for entry in self.entries)
 
-    def read(self, folder: DiskFolder, form: StateForm) -> bool:
-        """Read the files, which must have the form. Returns whether that was completed. On the reader's thread.
+    def read(self, folder: DiskFolder, layout: StateLayout) -> bool:
+        """Read the files, which must have the layout. Returns whether that was completed. On the reader's thread.
 
         Raises BadFile and OSError; see `current`.
         """
@@ -248,7 +248,7 @@ class Load:
                 about, arrays = read_file(file, folder.key())
             if entry_of(entry.name, entry.num_bytes, about) != entry:
                 raise BadFile("another file has taken its place")
-            form.check(entry, about, arrays)
+            layout.check(entry, about, arrays)
             description, snapshot = about["snapshot"], {}
             for name, array in arrays.items():
                 if name.startswith("snapshot."):
@@ -259,7 +259,7 @@ class Load:
         spans: dict[str, HostArray] = {}
         for name in list(parts):
             spans[name] = join(parts.pop(name)).rows(0, num_rows)
-        self._steps = self._to_device(list(form.spans), spans, description, snapshot)
+        self._steps = self._to_device(list(layout.spans), spans, description, snapshot)
         return True
 
     def advance(self, seconds: float) -> bool:

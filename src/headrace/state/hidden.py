@@ -16,14 +16,17 @@ import mlx.core as mx
 from headrace.backend.transfer import to_device
 from headrace.state.layer import LayerCost, LayerRecord, copy_of
 
-_MOST_PIECES = 96
-"""Pieces held before they are joined, which takes a launch each; usually the head processes them before."""
+NUM_AGAIN = 7
+"""Rows kept although the head has processed them: it may process this many tokens again."""
 
 _LARGEST_SHARE = 64
 """Rows of a step per own row; with more, as in a step with other prompts, the own ones are copied."""
 
 _LARGEST_REST = 8
 """Rows written together that may stay together when only some of them are needed."""
+
+HiddenRows = tuple[mx.array, int, int]
+"""The rows from one to another of an array `[1, n, hidden]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class HiddenRecord(LayerRecord):
 
 
 @dataclass(slots=True)
-class _Rows:
+class _Piece:
     """The rows `lo` to `hi` of an array `[1, n, hidden]`, possibly a whole step's.
 
     num_written: how many of them were the sequence's when it was added.
@@ -52,17 +55,10 @@ class _Rows:
     hi: int
     num_written: int
 
-    @property
-    def rows(self) -> mx.array:
-        """`[1, hi - lo, hidden]`."""
-        return self.array if self.hi - self.lo == self.array.shape[1] else self.array[:, self.lo : self.hi]
-
-
-NUM_AGAIN = 7
-"""Rows kept although the head has processed them: it may process this many tokens again."""
-
-HiddenRows = tuple[mx.array, int, int]
-"""The rows from one to another of an array `[1, n, hidden]`."""
+    def copied(self) -> _Piece:
+        """In separate memory, so that the rest of the array is freed."""
+        num_rows = self.hi - self.lo
+        return _Piece(copy_of(self.array[:, self.lo : self.hi]), 0, num_rows, num_rows)
 
 
 def gathered(parts: Sequence[HiddenRows]) -> mx.array:
@@ -83,12 +79,11 @@ def gathered(parts: Sequence[HiddenRows]) -> mx.array:
 
 
 class HiddenState:
-    """Opaque. Holds the rows of the tokens `first` to `end`, the end of the last window: all pending ones, and a few
-    before.
+    """The rows of the tokens `first` to `end`, the end of the last window: all pending ones, and a few before.
 
     They stay where the steps computed them, a piece each, so that a step has nothing to do here.
 
-    num_folded: the head has the entries of all tokens before this one; token 0 has none and counts as had.
+    num_processed: the head has the entries of all tokens before this one; token 0 needs none.
     """
 
     is_sliceable = False
@@ -97,8 +92,8 @@ class HiddenState:
         self.snapshots: dict[int, LayerRecord] = {}
         self.first = 0
         self.end = 0
-        self.num_folded = 1
-        self._pieces: list[_Rows] = []
+        self.num_processed = 1
+        self._pieces: list[_Piece] = []
 
     def write(
         self, start: int, rows: mx.array, snapshot_points: tuple[int, ...], lo: int = 0, hi: int | None = None
@@ -107,16 +102,11 @@ class HiddenState:
         hi = rows.shape[1] if hi is None else hi
         if not self._pieces:
             self.first = self.end = start
-        if len(self._pieces) == _MOST_PIECES:
-            joined = copy_of(self.part(self.first, self.end))
-            self._pieces = [_Rows(joined, 0, self.end - self.first, self.end - self.first)]
-        piece = _Rows(rows, lo, hi, hi - lo)
-        if rows.shape[1] > _LARGEST_SHARE * piece.num_written:
-            piece = _Rows(copy_of(piece.rows), 0, hi - lo, hi - lo)
-        self._pieces.append(piece)
+        piece = _Piece(rows, lo, hi, hi - lo)
+        self._pieces.append(piece.copied() if rows.shape[1] > _LARGEST_SHARE * (hi - lo) else piece)
         self.end += hi - lo
         for length in snapshot_points:
-            # by the time that the record is put to use the tokens before it are folded: see `fold`
+            # the head has processed the tokens before it by the time that the record is used
             self.snapshots[length] = HiddenRecord(copy_of(self.part(length - 1, length)))
 
     def places(self, start: int, end: int) -> list[HiddenRows]:
@@ -135,10 +125,10 @@ class HiddenState:
         """The same rows, `[1, end - start, hidden]`."""
         return gathered(self.places(start, end))
 
-    def fold(self, num_folded: int) -> None:
-        """The head now has the entries before `num_folded`: keep only rows that later ones need, and NUM_AGAIN more."""
-        self.num_folded = num_folded
-        kept = min(num_folded, self.end) - 1 - NUM_AGAIN
+    def mark_processed(self, num_processed: int) -> None:
+        """The head now has the entries before `num_processed`: keep what later ones need, and NUM_AGAIN rows more."""
+        self.num_processed = num_processed
+        kept = min(num_processed, self.end) - 1 - NUM_AGAIN
         while self.first < kept:
             piece = self._pieces[0]
             num_dropped = min(kept - self.first, piece.hi - piece.lo)
@@ -147,7 +137,7 @@ class HiddenState:
             if piece.lo == piece.hi:
                 del self._pieces[0]
             elif piece.num_written > _LARGEST_REST:
-                self._pieces[0] = _Rows(copy_of(piece.rows), 0, piece.hi - piece.lo, piece.hi - piece.lo)
+                self._pieces[0] = piece.copied()
 
     def commit(self, num_kept: int, num_window: int) -> None:
         if self._pieces and num_kept < num_window:
@@ -158,13 +148,13 @@ class HiddenState:
         """The rows from the one that the first missing entry needs, or the last one."""
         if not self._pieces:
             return HiddenRecord(None)
-        return HiddenRecord(copy_of(self.part(min(self.num_folded, length) - 1, length)))
+        return HiddenRecord(copy_of(self.part(min(self.num_processed, length) - 1, length)))
 
     def restore(self, record: HiddenRecord, length: int) -> None:
         num_rows = 0 if record.rows is None else record.rows.shape[1]
-        self._pieces = [] if record.rows is None else [_Rows(record.rows, 0, num_rows, num_rows)]
+        self._pieces = [] if record.rows is None else [_Piece(record.rows, 0, num_rows, num_rows)]
         self.first, self.end = length - num_rows, length
-        self.num_folded = self.first + 1
+        self.num_processed = self.first + 1
 
     def arrays(self) -> tuple[mx.array, ...]:
         return tuple(piece.array for piece in self._pieces)

@@ -18,7 +18,7 @@ class LayerCost:
     """Bytes of a layer's state: `fixed` plus `per_token` for each token up to `max_tokens` (None: all).
 
     in_slots: the tokens are held in a slot, see `slot_capacity`.
-    former: bytes of the state from before a window whose tokens may be dropped; in no record.
+    rollback: bytes of the state from before a window whose tokens may be dropped; in no record.
     unpacked_per_token: what a token of a quantised layer takes while a step reads it; of one layer at a time.
     """
 
@@ -26,7 +26,7 @@ class LayerCost:
     per_token: int = 0
     max_tokens: int | None = None
     in_slots: bool = False
-    former: int = 0
+    rollback: int = 0
     unpacked_per_token: int = 0
 
     def num_bytes(self, num_tokens: int) -> int:

@@ -30,7 +30,7 @@ def packed_bytes(head_dim: int, bits: int, item_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedNumbers:
+class Quantizer:
     """The form of a layer's keys, or of its values, of `head_dim` numbers of a type that become `bits` bits each."""
 
     head_dim: int
@@ -48,7 +48,7 @@ class PackedNumbers:
         assert size is not None
         return size
 
-    def pack(self, exact: mx.array) -> mx.array:
+    def quantize(self, exact: mx.array) -> mx.array:
         """`[…, head_dim]` to uint32 `[…, words]`."""
         exact = exact.astype(self.dtype)  # as an exact slab casts what it is given
         words, scales, biases = mx.quantize(exact, self._group_size, self.bits)
@@ -56,14 +56,14 @@ class PackedNumbers:
         biases += (exact - exact).reshape(*biases.shape, -1).sum(axis=-1)
         return mx.concatenate([words, mx.concatenate([scales, biases], axis=-1).view(mx.uint32)], axis=-1)
 
-    def unpack(self, packed: mx.array) -> mx.array:
+    def dequantize(self, packed: mx.array) -> mx.array:
         """uint32 `[…, words]` to `[…, head_dim]`."""
         num_words = self.head_dim * self.bits // 32
         scales, biases = mx.split(packed[..., num_words:].view(self.dtype), 2, axis=-1)
         return mx.dequantize(packed[..., :num_words], scales, biases, self._group_size, self.bits)
 
 
-KVForm = tuple[PackedNumbers, PackedNumbers]
+KVForm = tuple[Quantizer, Quantizer]
 """Of a layer's keys and of its values."""
 
 KVForms = Mapping[LayerKey, KVForm]

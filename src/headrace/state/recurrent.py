@@ -167,7 +167,7 @@ class BatchedState(RecurrentState):
     def cost(self) -> list[LayerCost]:
         layers = self.batch.layers.values()
         sizes = [[array.nbytes // array.shape[0] for array in (one.state, one.window)] for one in layers]
-        return [LayerCost(fixed=state + window, former=state) for state, window in sizes]
+        return [LayerCost(fixed=state + window, rollback=state) for state, window in sizes]
 
     def arrays(self) -> list[mx.array]:
         """The arrays that the next step starts from, and those of snapshots."""

@@ -49,7 +49,7 @@ class StateCost:
         capacity = slot_capacity(num_tokens, is_fine=self.has_fine_slots)
         held = sum(layer.num_bytes(capacity if layer.in_slots else num_tokens) for layer in self.layers)
         read = num_tokens * max((layer.unpacked_per_token for layer in self.layers), default=0)
-        return held + read + sum(layer.former for layer in self.layers)
+        return held + read + sum(layer.rollback for layer in self.layers)
 
     def record_bytes(self, num_tokens: int) -> int:
         return sum(layer.num_bytes(num_tokens) for layer in self.layers)
@@ -298,16 +298,16 @@ class SequenceState:
         Waits for the device. Raises RuntimeError if `is_untouched`; not at length 0.
         """
         span = self.copy_span(self.length - 1, self.length).layers
-        arrays = [array for key, record in span.items() for array in self._numbers(key, record)]
+        arrays = [array for key, record in span.items() for array in self._dequantized(key, record)]
         arrays += [array for record in self.snapshot().layers.values() for array in record.arrays]
         finite = [mx.isfinite(array).all() for array in arrays]
         return not finite or bool(mx.stack(finite).all().item())
 
-    def _numbers(self, key: LayerKey, record: KVRecord) -> tuple[mx.array, ...]:
+    def _dequantized(self, key: LayerKey, record: KVRecord) -> tuple[mx.array, ...]:
         """Keys and values of a span's record, if there are any."""
         if record.keys is None or record.values is None:
             return ()
-        return self.full_attention(key).numbers(record.keys, record.values)
+        return self.full_attention(key).dequantized(record.keys, record.values)
 
     @property
     def span_token_bytes(self) -> int:

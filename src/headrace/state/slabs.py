@@ -93,7 +93,7 @@ class RangeSlab(Slab):
     def is_empty(self) -> bool:
         return bool(self._free.get(self.capacity))
 
-    def take(self, size: int) -> Slot | None:
+    def allocate(self, size: int) -> Slot | None:
         """A slot of this size, cut from the smallest block that holds it; None if there is none."""
         found = min((each for each, starts in self._free.items() if starts and each >= size), default=None)
         if found is None:
@@ -105,7 +105,7 @@ class RangeSlab(Slab):
             self._free.setdefault(found, set()).add(start + found)
         return Slot(self, 0, start, size)
 
-    def give_back(self, slot: Slot) -> None:
+    def free(self, slot: Slot) -> None:
         """Free a slot; free neighbours of one size become one."""
         start, size = slot.start, slot.capacity
         while size < self.capacity and start ^ size in self._free.get(size, ()):
@@ -129,7 +129,7 @@ class BatchSlab(Slab):
     def has_one_user(self) -> bool:
         return len(self._used) == 1
 
-    def take(self, size: int) -> Slot | None:
+    def allocate(self, size: int) -> Slot | None:
         """The first free row; None for another size, or if there are too many rows."""
         row = next(number for number in range(MOST_ROWS + 1) if number not in self._used)
         if size != self.capacity or row == MOST_ROWS:
@@ -139,7 +139,7 @@ class BatchSlab(Slab):
         self._used.add(row)
         return Slot(self, row, 0, size)
 
-    def give_back(self, slot: Slot) -> None:
+    def free(self, slot: Slot) -> None:
         self._used.remove(slot.row)
         num_needed = max(self._used, default=-1) + 1
         if 0 < num_needed <= self.num_rows // 2:
@@ -265,18 +265,18 @@ class StatePool:
         """A free slot for at least `num_tokens` tokens; its content is undefined."""
         capacity = slot_capacity(num_tokens, is_fine=self.has_batches)
         for slab in self._slabs:
-            if (slot := slab.take(capacity)) is not None:
+            if (slot := slab.allocate(capacity)) is not None:
                 return slot
         slab = BatchSlab(capacity) if self.has_batches else RangeSlab(max(capacity, self._slab_tokens))
         self._slabs.append(slab)
-        found = slab.take(capacity)
+        found = slab.allocate(capacity)
         assert found is not None
         return found
 
     def free(self, slot: Slot) -> None:
         """Give a slot back; a slab without used slots is dropped, and its memory with it."""
         slab = slot.slab
-        slab.give_back(slot)
+        slab.free(slot)
         if slab.is_empty and not (self.is_permanent and slab is self._slabs[0]):
             self._slabs.remove(slab)
 

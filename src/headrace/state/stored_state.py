@@ -1,7 +1,7 @@
 """The arrays of a state in a file: layer records as named arrays with a description in JSON, and back.
 
 A description is a list with one object for each layer: its key, its sort and where its arrays are. Before anything is
-made of what was read, its arrays are compared with those of a state that the model has computed (`StateForm`).
+made of what was read, its arrays are compared with those of a state that the model has computed (`StateLayout`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _unflatten(stored: Any, arrays: Mapping[str, mx.array]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class StateForm:
+class StateLayout:
     """The arrays of a model's states, taken from a state of `length` tokens.
 
     spans: of each sliceable layer the keys and values. description: of a snapshot there, whose arrays are `arrays`.
@@ -141,7 +141,7 @@ class StateForm:
     length: int
 
     @classmethod
-    def of(cls, state: SequenceState) -> StateForm:
+    def of(cls, state: SequenceState) -> StateLayout:
         """From a state of a few tokens. A snapshot that no file can hold counts as empty."""
         cost = state.cost()
         span = state.copy_span(0, state.length)
@@ -194,9 +194,9 @@ class StateForm:
 
 @dataclass(frozen=True, slots=True)
 class _SnapshotCheck:
-    """Compares a file's snapshot at `length`, with the arrays `found`, with a form."""
+    """Compares a file's snapshot at `length`, with the arrays `found`, with a layout."""
 
-    form: StateForm
+    layout: StateLayout
     length: int
     found: Mapping[str, Outline]
 
@@ -212,8 +212,8 @@ class _SnapshotCheck:
                     self._same(one, other, 2, num_tokens, num_tokens)
             case "recurrent":
                 self._same(stored["arrays"][0], expected["arrays"][0])
-                # the form's has its tokens' inputs after those that a step needs
-                least = self.form.arrays[expected["arrays"][1]["array"]][1][1] - self.form.length
+                # the layout's has its tokens' inputs after those that a step needs
+                least = self.layout.arrays[expected["arrays"][1]["array"]][1][1] - self.layout.length
                 self._same(stored["arrays"][1], expected["arrays"][1], 1, max(1, least), None)
             case "hidden":
                 self._same(stored["arrays"][0], expected["arrays"][0], 1, 1, self.length)
@@ -244,7 +244,7 @@ class _SnapshotCheck:
     def _same(self, stored: Any, expected: Any, axis: int = 0, least: int = 1, most: int | None = 1) -> None:
         """Check that an array is as expected, except for the length of an axis, which is `least` to `most`."""
         name = expected["array"]
-        dtype, shape = self.form.arrays[name]
+        dtype, shape = self.layout.arrays[name]
         if stored != expected or self.found[name][0] != dtype or len(self.found[name][1]) != len(shape):
             raise BadFile(f"{name} has another type or shape than the model's")
         length = self.found[name][1][axis]

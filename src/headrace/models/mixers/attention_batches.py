@@ -144,7 +144,7 @@ def read_together(
     own = own.reshape(num_rows, num_tokens, num_heads, head_dim).swapaxes(1, 2)
     place = slice(batch.start, batch.end), slice(None), slice(0, batch.longest)
     slab, layer = batch.slab, state.layer
-    keys, values = state.numbers(slab.keys[layer][place], slab.values[layer][place])
+    keys, values = state.dequantized(slab.keys[layer][place], slab.values[layer][place])
 
     def mask() -> mx.array:
         places, last = mx.arange(batch.longest), mx.array(batch.last)[:, None, :, None]
