@@ -110,9 +110,9 @@ class DepthPlanner:
     def prefills(self, rows: Sequence[DraftForecast]) -> list[int]:
         """The rows whose texts the draft model should process now, the cheapest first.
 
-        Their forecasts tell what could then be drafted. So many are processed at once that their drafts should pay off
-        together, or none. The budget pays for it, in advance of what the drafts gain; it is raised for the very first
-        one, before which nothing is known.
+        rows: forecasts of what could be drafted after it. Either enough texts are processed that their drafts should
+        pay off together, or none. The budget pays in advance of what the drafts gain; it is raised for the very first
+        text, before which nothing is known.
         """
         load, num_context = self._load(len(rows)), _num_context(rows)
         load.prefill_at, undrafted_s = math.inf, load.times.undrafted_s(num_context)

@@ -1,5 +1,7 @@
-"""What drafts tokens by a model, for many sequences at once: the prediction head (`head.py`), or a draft model
-(`model.py`)."""
+"""The interface of drafting by a model for many sequences at once, and sampling of drafts.
+
+The models are the prediction head (`head.py`) and draft models (`model.py`).
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ class Drafter:
 
 
 def check_order(rows: Sequence[DraftRow]) -> None:
-    assert all(one.num_drafts >= other.num_drafts > 0 for one, other in pairwise(rows)), "the first want most"
+    assert all(one.num_drafts >= other.num_drafts > 0 for one, other in pairwise(rows)), "rows are sorted by falling num_drafts"
 
 
 def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow], depth: int = 0) -> mx.array:

@@ -25,7 +25,7 @@ BLOCK_TOKENS = 256
 """Tokens of a block: some MB of keys and values, which a disk reads at its full speed."""
 DIGEST_BYTES = 20
 MARK_BYTES = 8
-"""Prompts that differ in a token have equal marks there once in 2^64 times; without the key none can be made."""
+"""Two different tokens have equal marks once in 2^64 times. Marks can't be computed without the key."""
 FORMAT_VERSION = 2
 """Of files, digests and layer descriptions together; files of another version are foreign."""
 

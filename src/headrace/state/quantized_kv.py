@@ -31,7 +31,7 @@ def packed_bytes(head_dim: int, bits: int, item_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """The form of a layer's keys, or of its values, of `head_dim` numbers of a type that become `bits` bits each."""
+    """Quantises a layer's keys, or its values: `head_dim` numbers of a type become `bits` bits each."""
 
     head_dim: int
     dtype: mx.Dtype
@@ -52,7 +52,7 @@ class Quantizer:
         """`[…, head_dim]` to uint32 `[…, words]`."""
         exact = exact.astype(self.dtype)  # as an exact slab casts what it is given
         words, scales, biases = mx.quantize(exact, self._group_size, self.bits)
-        # MLX's function takes NaN for a number: a group with one must stay known by it
+        # mx.quantize turns NaN into a number, but a group that has one must stay recognisable
         biases += (exact - exact).reshape(*biases.shape, -1).sum(axis=-1)
         return mx.concatenate([words, mx.concatenate([scales, biases], axis=-1).view(mx.uint32)], axis=-1)
 

@@ -115,7 +115,7 @@ class BatchedState(RecurrentState):
         arrays = self.batch.layers[layer]
         return arrays.state if arrays.after is None or not (is_settled and self.kept_all) else arrays.after
 
-    def alone(self, array: mx.array) -> mx.array:
+    def row_of(self, array: mx.array) -> mx.array:
         """The row `[1, …]` of one of the batch's arrays, still in its memory."""
         return array if self.batch.num_rows == 1 else array[self.row : self.row + 1]
 
@@ -124,7 +124,7 @@ class BatchedState(RecurrentState):
         stash = self.batch.layers[layer].stash
         if stash is None or not self.num_replay:
             return None
-        return Stash(*(self.alone(array)[:, : self.num_replay] for array in stash))
+        return Stash(*(self.row_of(array)[:, : self.num_replay] for array in stash))
 
     def checkpoint(self) -> Records:
         """Replay, then copy; not evaluated."""
@@ -138,7 +138,7 @@ class BatchedState(RecurrentState):
 
     def _copy(self, array: mx.array) -> mx.array:
         """The row in its own memory: a slice would keep the other rows' alive."""
-        return array if self.batch.num_rows == 1 else copy_of(self.alone(array))
+        return array if self.batch.num_rows == 1 else copy_of(self.row_of(array))
 
     def _settle(self) -> None:
         if self.is_settled:
@@ -148,8 +148,8 @@ class BatchedState(RecurrentState):
             pending = self.pending(layer)
             assert pending is not None
             form = self._kernels.gated_delta(self.num_replay)
-            state = scan(form, pending.k, *pending, self.alone(arrays.state)).end_state
-            layers[layer] = LayerArrays(state, self.alone(arrays.window))
+            state = scan(form, pending.k, *pending, self.row_of(arrays.state)).end_state
+            layers[layer] = LayerArrays(state, self.row_of(arrays.window))
         self.advance(RecurrentBatch(1, layers), 0, self.end)
         self.num_replay, self.kept_all = 0, True
 
@@ -198,14 +198,14 @@ class PastRows:
         first, *others = self._rows
         if self._are_batch and (not self.are_settled or all(one.kept_all is first.kept_all for one in others)):
             return first.states(layer, self.are_settled)
-        return _joined([one.alone(one.states(layer, self.are_settled)) for one in self._rows])
+        return _joined([one.row_of(one.states(layer, self.are_settled)) for one in self._rows])
 
     def contexts(self, layer: LayerKey) -> mx.array:
         """The raw inputs before the rows' tokens, `[B, num_context, channels]`."""
         windows, length = [one.batch.layers[layer].window for one in self._rows], self._num_context
         if not self._are_batch:
             pairs = zip(self._rows, windows, strict=True)
-            return _joined([one.alone(window)[:, one.end - length : one.end] for one, window in pairs])
+            return _joined([one.row_of(window)[:, one.end - length : one.end] for one, window in pairs])
         first, *others = self._rows
         if all(one.end == first.end for one in others):
             return windows[0][:, first.end - length : first.end]
