@@ -117,9 +117,8 @@ def test_what_is_taken_of_a_sliding_buffer_is_not_written_in_place(num_tokens: i
     window = 5
     state, first = SlidingAttentionState(window), max(0, num_tokens - window + 1)
     state.write(0, *tokens(0, num_tokens))
-    state.take_snapshot(num_tokens)
     kept = state.checkpoint(num_tokens)
-    records = [state.snapshots[num_tokens], kept]
+    records = [state.take_snapshot(num_tokens), kept]
     mx.eval(state.arrays(), [record.arrays for record in records])
     for _ in range(2):
         for array in state.arrays():

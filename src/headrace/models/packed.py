@@ -173,7 +173,7 @@ class PackedModel:
             # rows may share arrays
             return list({id(array): array for row in rows for array in row.state.arrays()}.values())
         # hidden rows are computed on the way to the logits
-        return [array for row in rows if row.state.snapshot_points for array in row.state.snapshot_arrays()]
+        return [array for row in rows if row.state.snapshot_points for array in row.state.arrays()]
 
     def _logits(self, step: PackedStep, media: StepMedia | None, ids: mx.array, picks: mx.array) -> mx.array:
         try:

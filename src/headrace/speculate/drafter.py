@@ -84,7 +84,7 @@ class Drafter:
 
 
 def check_order(rows: Sequence[DraftRow]) -> None:
-    assert all(one.num_drafts >= other.num_drafts > 0 for one, other in pairwise(rows)), "rows are sorted by falling num_drafts"
+    assert all(one.num_drafts >= other.num_drafts > 0 for one, other in pairwise(rows)), "rows are not in order"
 
 
 def draw_drafts(logits: mx.array, rows: Sequence[SamplingRow], depth: int = 0) -> mx.array:

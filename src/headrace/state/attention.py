@@ -69,15 +69,13 @@ class FullAttentionState:
         self.slot = slot
         self.first = first
         self.form = form
-        self.snapshots: dict[int, LayerRecord] = {}
-        """Always empty: any length can be sliced out later."""
 
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
         """Put `[1, num_kv_heads, n, head_dim]` at token `start`."""
         self.slot.write(self.layer, start, *self.stored(keys, values))
 
     def take_snapshot(self, length: int) -> None:
-        """Nothing to do: any length can be sliced out later."""
+        """None: any length can be sliced out later."""
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Keys and values of the tokens `start` to `end`, as far as they exist."""
@@ -134,7 +132,6 @@ class SlidingAttentionState:
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self.snapshots: dict[int, LayerRecord] = {}
         self.base = 0
         self.capacity = 0
         self.keys: mx.array | None = None
@@ -164,8 +161,8 @@ class SlidingAttentionState:
         self.keys, self.values = moved
         self.base, self.capacity = oldest, capacity
 
-    def take_snapshot(self, length: int) -> None:
-        self.snapshots[length] = self.checkpoint(length)
+    def take_snapshot(self, length: int) -> KVRecord:
+        return self.checkpoint(length)  # the buffer also holds what a token in the middle of the window can see
 
     def read(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Keys and values of the tokens `start` to `end`; `start` is at most a window behind the last write."""

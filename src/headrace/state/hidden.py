@@ -89,7 +89,7 @@ class HiddenState:
     is_sliceable = False
 
     def __init__(self) -> None:
-        self.snapshots: dict[int, LayerRecord] = {}
+        self._snapshots: dict[int, HiddenRecord] = {}
         self.first = 0
         self.end = 0
         self.num_processed = 1
@@ -107,7 +107,7 @@ class HiddenState:
         self.end += hi - lo
         for length in snapshot_points:
             # the head has processed the tokens before it by the time that the record is used
-            self.snapshots[length] = HiddenRecord(copy_of(self.part(length - 1, length)))
+            self._snapshots[length] = HiddenRecord(copy_of(self.part(length - 1, length)))
 
     def places(self, start: int, end: int) -> list[HiddenRows]:
         """Where the tokens' rows are held; at least one, possibly empty, place."""
@@ -144,6 +144,9 @@ class HiddenState:
             self._pieces[-1].hi -= num_window - num_kept
             self.end -= num_window - num_kept
 
+    def take_snapshot(self, length: int) -> HiddenRecord | None:
+        return self._snapshots.pop(length, None)
+
     def checkpoint(self, length: int) -> HiddenRecord:
         """The rows from the one that the first missing entry needs, or the last one."""
         if not self._pieces:
@@ -157,7 +160,8 @@ class HiddenState:
         self.num_processed = self.first + 1
 
     def arrays(self) -> tuple[mx.array, ...]:
-        return tuple(piece.array for piece in self._pieces)
+        snapshots = [array for record in self._snapshots.values() for array in record.arrays]
+        return (*[piece.array for piece in self._pieces], *snapshots)
 
     def cost(self) -> LayerCost:
         """Of the few rows that usually stay between steps."""

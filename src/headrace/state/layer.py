@@ -62,14 +62,15 @@ class LayerState(Protocol):
 
     Until `commit` says how many of them are kept, the window's uncertain tokens can still be dropped.
     is_sliceable: valid at any length up to what was written; others only at the lengths of their records.
-    snapshots: of the last window, by length.
     """
 
     is_sliceable: bool
-    snapshots: dict[int, LayerRecord]
 
     def commit(self, num_kept: int, num_window: int) -> None:
         """Keep the first `num_kept` tokens of the window."""
+
+    def take_snapshot(self, length: int) -> LayerRecord | None:
+        """A copy of the state at a snapshot point of the last window, not evaluated; None if it is sliceable."""
 
     def checkpoint(self, length: int) -> LayerRecord:
         """A copy of the state at the committed length, not evaluated."""
@@ -79,7 +80,7 @@ class LayerState(Protocol):
         """Become a record of the same kind, which stays as it is. Returns what is to be written before a step."""
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """The arrays that the next step starts from."""
+        """The arrays that the next step starts from, and those of snapshots."""
         ...
 
     def cost(self) -> LayerCost: ...

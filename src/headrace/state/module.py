@@ -48,7 +48,7 @@ class ModuleState:
     is_sliceable = False
 
     def __init__(self, cache: Any) -> None:
-        self.snapshots: dict[int, LayerRecord] = {}
+        self._snapshots: dict[int, ModuleRecord] = {}
         self._cache = cache
         self._replay: _Replay | None = None
 
@@ -66,7 +66,7 @@ class ModuleState:
         outputs, done = [], 0
         for length in snapshot_points:
             outputs.append(feed(self._cache, inputs[:, done : length - start]))
-            self.snapshots[length] = ModuleRecord(copy.deepcopy(self._cache))
+            self._snapshots[length] = ModuleRecord(copy.deepcopy(self._cache))
             done = length - start
         outputs.append(feed(self._cache, inputs[:, done:]))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
@@ -86,6 +86,9 @@ class ModuleState:
             if self._replay.inputs.shape[1]:
                 self._replay.feed(self._cache, self._replay.inputs)
             self._replay = None
+
+    def take_snapshot(self, length: int) -> ModuleRecord | None:
+        return self._snapshots.pop(length, None)
 
     def checkpoint(self, length: int) -> ModuleRecord:
         self._settle()
@@ -108,7 +111,8 @@ class ModuleState:
 
     def arrays(self) -> tuple[mx.array, ...]:
         replayed = () if self._replay is None else (*cache_arrays(self._replay.cache), self._replay.inputs)
-        return (*cache_arrays(self._cache), *replayed)
+        snapshots = [array for record in self._snapshots.values() for array in record.arrays]
+        return (*cache_arrays(self._cache), *replayed, *snapshots)
 
 
 def token_by_token(feed: Feed, cache: Any, inputs: mx.array) -> mx.array:

@@ -246,18 +246,16 @@ class SequenceState:
         return SequenceRecord(self.length, layers)
 
     def take_snapshots(self) -> dict[int, SequenceRecord]:
-        """The snapshots of the last window, by length; evaluated with `arrays`."""
+        """The snapshots of the last window, by length; to be taken before the next one is opened."""
         if not self.snapshot_points:
             return {}
-        snapshots = {
-            length: {key: state.snapshots[length] for key, state in self._layers.items() if length in state.snapshots}
-            for length in self.snapshot_points
-        }
-        for state in self._layers.values():
-            state.snapshots.clear()
+        snapshots: dict[int, dict[LayerKey, LayerRecord]] = {length: {} for length in self.snapshot_points}
+        for length, records in snapshots.items():
+            taken = {key: state.take_snapshot(length) for key, state in self._layers.items()}
+            records.update({key: record for key, record in taken.items() if record is not None})
         if self._recurrent is not None:
-            for length, records in self._recurrent.take_snapshots().items():
-                snapshots[length].update(records)
+            for length, of_recurrent in self._recurrent.take_snapshots().items():
+                snapshots[length].update(of_recurrent)
         self.pool.launch(
             [array for records in snapshots.values() for record in records.values() for array in record.arrays]
         )
@@ -341,13 +339,9 @@ class SequenceState:
         recurrent = [] if self._recurrent is None else self._recurrent.cost()
         return StateCost((*(state.cost() for state in self._layers.values()), *recurrent), self.pool.has_batches)
 
-    def snapshot_arrays(self) -> list[mx.array]:
-        snapshots = [record for state in self._layers.values() for record in state.snapshots.values()]
-        return [array for record in snapshots for array in record.arrays]
-
     def arrays(self) -> list[mx.array]:
         """All arrays that the next step starts from, and those of snapshots."""
-        return [*(array for holder in self._holders() for array in holder.arrays()), *self.snapshot_arrays()]
+        return [array for holder in self._holders() for array in holder.arrays()]
 
     def release(self) -> None:
         """Free the slot, unless that was done. Any other later use fails: another sequence may have the slot."""

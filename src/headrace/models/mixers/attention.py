@@ -76,13 +76,10 @@ def _write_rows(
     new: tuple[mx.array, mx.array],
     numbers: Sequence[int],
 ) -> None:
-    """Write the keys and values of these rows, one by one, and take their snapshots."""
+    """Write the keys and values of these rows, one by one."""
     keys, values = (_by_row(rows, array) for array in new) if numbers else ((), ())
     for number in numbers:
-        row, state = rows[number], states[number]
-        state.write(row.start, keys[number], values[number])
-        for length in row.state.snapshot_points:
-            state.take_snapshot(length)
+        states[number].write(rows[number].start, keys[number], values[number])
 
 
 def _by_row(rows: Sequence[Row], array: mx.array) -> Sequence[mx.array]:

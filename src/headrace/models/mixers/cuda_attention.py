@@ -134,9 +134,6 @@ class CudaAttentionMixer(nn.Module):
         inputs = KernelInputs([step.shared(table) for table in plan.tables], arrays, plan.max_tokens)
         projected = self._project(x)
         queries = self._rotated(self._heads(projected, step.positions), inputs, factor)
-        for row, state in zip(step.rows, states, strict=True):
-            for length in row.state.snapshot_points:
-                state.take_snapshot(length)
         for row, is_fused in zip(step.rows, plan.is_fused, strict=True):
             if is_fused and row.recorder is not None and row.picks and cache.window is None:
                 row.recorder.record(cache.layer, queries.swapaxes(0, 1)[None], row.picks, self._parts.scale, None)
@@ -200,11 +197,7 @@ class CudaAttentionMixer(nn.Module):
         window: Any,
         outputs: Sequence[Sequence[mx.array]],
     ) -> None:
-        """Take snapshots; keys and values are written in place."""
-        for row in step.rows:
-            for length in row.state.snapshot_points:
-                for layer in mixers:
-                    row.state.layer(layer, partial(SlidingAttentionState, window or 0)).take_snapshot(length)
+        """There are none: keys and values are written in place."""
 
     def _stored(self, layer: LayerKey, slabs: Sequence[Slab]) -> list[mx.array]:
         """Keys and values of the slabs, made where no row has written the layer."""
