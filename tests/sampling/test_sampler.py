@@ -331,15 +331,16 @@ def test_only_rows_with_a_cut_are_sorted_and_greedy_rows_draw_nothing(monkeypatc
     num_sorted: list[int] = []
     num_drawn: list[int] = []
 
-    def spy_truncate(candidates: truncation.Candidates) -> mx.array:
-        num_sorted.append(candidates.logits.shape[0])
-        return truncation.truncate(candidates)
+    def spy_sort(logits: mx.array, axis: int) -> mx.array:
+        num_sorted.append(logits.shape[0])
+        return sort(logits, axis=axis)
 
     def spy_uniforms(seeds: list[int], indices: list[int]) -> Floats:
         num_drawn.append(len(seeds))
         return uniforms(seeds, indices)
 
-    monkeypatch.setattr(sampler, "truncate", spy_truncate)
+    sort = mx.sort
+    monkeypatch.setattr(mx, "sort", spy_sort)
     monkeypatch.setattr(sampler, "uniforms", spy_uniforms)
     sample(mx.zeros((3, 5)), [row(temperature=0)] * 3)
     assert (num_sorted, num_drawn) == ([], [])

@@ -47,7 +47,6 @@ class Fixed:
 
     def __init__(self, record: LayerRecord) -> None:
         self._record = record
-        self.snapshots: dict[int, LayerRecord] = {}
 
     def checkpoint(self, length: int) -> LayerRecord:
         return self._record
