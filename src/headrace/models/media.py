@@ -89,7 +89,7 @@ def packed_positions(rows: Sequence[Row], shift: int = 0) -> npt.NDArray[np.int3
     shift: added to the indices of tokens where neither their media nor the row give positions.
     """
     given = [_given_positions(row) for row in rows]
-    plain = [np.arange(row.start + shift, row.end + shift, dtype=np.int32) for row in rows]
+    plain = [np.arange(row.start + shift, row.start + shift + len(row.token_ids), dtype=np.int32) for row in rows]
     if all(each is None for each in given):
         return np.concatenate(plain)
     parts = [_on_all_axes(own) if each is None else each for own, each in zip(plain, given, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -64,26 +65,26 @@ class DeltaHeads:
         return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for the cached properties
 class DeltaShape(DeltaHeads):
     """A layer's heads, and where its projection `[1, T, width]` has what: q, k, v first, then at `*_at` the rest."""
 
     kernel_size: int
     width: int
 
-    @property
+    @cached_property
     def value_dim(self) -> int:
         return self.num_v_heads * self.head_v_dim
 
-    @property
+    @cached_property
     def z_at(self) -> int:
         return self.num_channels
 
-    @property
+    @cached_property
     def b_at(self) -> int:
         return self.z_at + self.value_dim
 
-    @property
+    @cached_property
     def a_at(self) -> int:
         return self.b_at + self.num_v_heads
 

@@ -138,6 +138,7 @@ def read_row(
 ) -> mx.array:
     """`attend` for one row, whose keys and values are written: `[1, num_heads, n, value_dim]`."""
     kernels = view.step.kernels
+    folds = kernels.folds_query_heads and sinks is None
     if row.recorder is not None and row.picks and window is None:
         row.recorder.record(view.layer, queries, row.picks, scale, sinks)
     outputs = []
@@ -151,9 +152,9 @@ def read_row(
             window,
             positions,
             sinks,
-            folds=kernels.folds_query_heads and sinks is None,
+            folds=folds,
             bidirectional=bidirectional,
-            score_bytes=kernels.score_bytes(queries.shape[3], hi - lo),
+            score_bytes=None if folds else kernels.score_bytes(queries.shape[3], hi - lo),
             cached=view.step.cached,
         )
         outputs.append(found)
