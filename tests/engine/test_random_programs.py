@@ -32,7 +32,8 @@ from headrace.models.step import Row
 from headrace.scheduler.stages import PromptStages
 from headrace.state.disk import DiskTier
 from headrace.state.quantized_kv import KVForms
-from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.state.records import SequenceRecord
+from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.state.stored_state import StateLayout
 from headrace.types.request import GREEDY, Boundary, BoundaryKind, GenerationRequest

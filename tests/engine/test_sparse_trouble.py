@@ -318,8 +318,8 @@ def test_all_that_waits_learns_that_the_engine_has_ended(
     folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = Scenario(monkeypatch, folder, draft)
-    answers: list[object] = []
+    question = Ask(Loop.status)
     scenario.submit(LONG)
-    scenario.inbox.put(Ask(Loop.status, answers.append))
+    scenario.inbox.put(question)
     scenario.loop.fail_all(EngineDead("the device is gone"))
-    assert [type(item) for item in (*scenario.heard, *answers)] == [EngineDead, EngineDead]
+    assert [type(item) for item in (*scenario.heard, question.answer.exception())] == [EngineDead, EngineDead]

@@ -31,7 +31,8 @@ from headrace.models.mixers.gated_delta import GatedDeltaMixer
 from headrace.models.packed import PackedModel
 from headrace.models.selfcheck import check
 from headrace.models.step import Row
-from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.state.records import SequenceRecord
+from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,8 @@ from headrace.state.attention import KVRecord, SlidingAttentionState
 from headrace.state.disk import DiskTier
 from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_records import Load
-from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.state.records import SequenceRecord
+from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.state.stored_state import StateLayout
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from headrace.state.hidden import NUM_AGAIN, HiddenState
 from headrace.state.layer import LayerKey
-from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.state.records import SequenceRecord
+from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
 KEY: LayerKey = (0,)

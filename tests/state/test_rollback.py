@@ -19,8 +19,9 @@ from headrace.backend.kernels import Kernels
 from headrace.models.levels import Level, choose_levels
 from headrace.models.packed import PackedModel
 from headrace.models.step import Row
+from headrace.state.records import SequenceRecord
 from headrace.state.recurrent import BatchedState, RecurrentRecord
-from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
 KINDS = {

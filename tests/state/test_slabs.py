@@ -11,7 +11,8 @@ from headrace.backend.operations import num_launches, operations
 from headrace.state.attention import KVRecord, SlidingAttentionState
 from headrace.state.delta import Stops
 from headrace.state.layer import LayerKey
-from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.state.records import SequenceRecord
+from headrace.state.sequence import SequenceState
 from headrace.state.slabs import SMALLEST_CAPACITY, Slot, StatePool, slot_capacity
 
 LAYER = (0,)

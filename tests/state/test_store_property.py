@@ -26,7 +26,8 @@ from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.models.step import Row
 from headrace.state.hidden import HiddenState
-from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
+from headrace.state.records import SequenceRecord, SpanRecord
+from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
 KINDS = {kind: (kind,) for kind in toy_layers.MIXERS}

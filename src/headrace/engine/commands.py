@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.delivery import OutputQueue
@@ -34,12 +35,19 @@ class Abort:
     reason: str = "abort"
 
 
+def new_answer() -> Future[Any]:
+    """A future that can't be cancelled, so that it can be set when its caller waits no longer."""
+    answer = Future[Any]()
+    answer.set_running_or_notify_cancel()
+    return answer
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Call a function with the loop. `reply` gets its result, or the error: its ModelError, or why the engine ends."""
+    """Call a function with the loop. answer: its result, or its ModelError, or EngineDead."""
 
     call: Callable[[Loop], Any]
-    reply: Callable[[Any], None]
+    answer: Future[Any] = field(default_factory=new_answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ Command = Submit | Abort | Ask | Stop
 
 @dataclass(frozen=True, slots=True)
 class AskBeside:
-    """Call a function in a thread beside the engine's, which goes on meanwhile. reply: as in Ask."""
+    """Call a function in a thread beside the engine's, which goes on meanwhile. answer: or a HeadraceError."""
 
     call: Callable[[EngineThread], Any]
-    reply: Callable[[Any], None]
+    answer: Future[Any] = field(default_factory=new_answer)

@@ -12,9 +12,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from operator import methodcaller
 from pathlib import Path
@@ -179,21 +178,6 @@ class OutputStream:
             self._send(Abort(self._request_id))
 
 
-def _settle_soon(answer: asyncio.Future[Any], value: Any) -> None:
-    """Settle a future in its event loop's thread, by a value or a HeadraceError; nothing if that loop is closed."""
-    with suppress(RuntimeError):
-        answer.get_loop().call_soon_threadsafe(_settle, answer, value)
-
-
-def _settle(answer: asyncio.Future[Any], value: Any) -> None:
-    if answer.done():
-        return
-    if isinstance(value, HeadraceError):
-        answer.set_exception(value)
-    else:
-        answer.set_result(value)
-
-
 class Engine:
     """A loaded model."""
 
@@ -271,8 +255,7 @@ class Engine:
 
     async def load_adapter(self, folder: Path) -> str:
         """Hold the adapter of a folder for requests, and give its fingerprint. Raises ModelError and EngineDead."""
-        call = methodcaller("load_adapter", folder)
-        fingerprint: str = await self._answer(lambda reply: AskBeside(call, reply))
+        fingerprint: str = await self._answer(AskBeside(methodcaller("load_adapter", folder)))
         return fingerprint
 
     async def drop_adapter(self, fingerprint: str) -> None:
@@ -286,16 +269,13 @@ class Engine:
 
     async def _ask(self, method: str, *args: Any) -> Any:
         """The result of the loop's method, called between two steps. Raises EngineDead, and the method's ModelError."""
-        call = methodcaller(method, *args)
-        return await self._answer(lambda reply: Ask(call, reply))
+        return await self._answer(Ask(methodcaller(method, *args)))
 
-    async def _answer(self, question: Callable[[Callable[[Any], None]], Ask | AskBeside]) -> Any:
-        """The answer to a question, which is made with the function that takes it."""
+    async def _answer(self, question: Ask | AskBeside) -> Any:
         self._refuse_if_dead()
-        answer = asyncio.get_running_loop().create_future()
-        self._core.send(question(partial(_settle_soon, answer)))
+        self._core.send(question)
         self._refuse_if_dead()
-        return await answer
+        return await asyncio.wrap_future(question.answer)
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the thread after the step in progress; requests that are still running get EngineDead.

@@ -161,7 +161,7 @@ class Loop:
             if isinstance(command, Submit):
                 queues.append(command.outputs)
             elif isinstance(command, Ask):
-                command.reply(error)
+                command.answer.set_exception(error)
         self._hand_over([(outputs, error) for outputs in queues])
         self._queues.clear()
 
@@ -237,11 +237,11 @@ class Loop:
                 self._submit(command)
             case Abort(request_id, reason):
                 self.abort(request_id, reason)
-            case Ask(call, reply):
+            case Ask(call, answer):
                 try:
-                    reply(call(self))
+                    answer.set_result(call(self))
                 except ModelError as error:
-                    reply(error)
+                    answer.set_exception(error)
             case Stop():
                 self._is_stopping = True
 

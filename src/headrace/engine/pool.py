@@ -20,7 +20,8 @@ from headrace.prefix.restore import plan_restore
 from headrace.scheduler.stages import PromptPlan
 from headrace.state.disk import DiskTier
 from headrace.state.disk_records import Load
-from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
+from headrace.state.records import SequenceRecord, SpanRecord
+from headrace.state.sequence import SequenceState
 from headrace.types.recent import LookupStatus
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 from headrace.types.status import CacheStatus, WaitReason

@@ -8,14 +8,14 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from headrace.cancellation import Cancellation, WorkCancelled, call_cancellable
 from headrace.config import Config
-from headrace.engine.commands import Abort, Ask, AskBeside, Command, Submit
+from headrace.engine.commands import Abort, Ask, AskBeside, Command, Submit, new_answer
 from headrace.engine.delivery import Item, OutputQueue
 from headrace.engine.host import ThisProcess
 from headrace.engine.thread import EngineThread
@@ -122,25 +122,24 @@ class EngineServer:
         self._send(number, command)
 
     def on_ask(self, number: int, question: int, call: Callable[[Any], Any]) -> None:
-        self._send(number, Ask(call, self._replying(question)))
+        self._send(number, Ask(call, self._new_answer(question)))
 
     def on_call(self, number: int, question: int, call: Callable[[Any], Any]) -> None:
-        self._send(number, AskBeside(call, self._replying(question)))
+        self._send(number, AskBeside(call, self._new_answer(question)))
 
     def _send(self, number: int, command: Command | AskBeside) -> None:
         if (engine := self._engines.get(number)) is not None:
             engine.send(command)
 
     def on_ask_host(self, question: int, call: Callable[[ThisProcess], Any]) -> None:
-        self._questions.submit(self._ask_host, question, call)
+        self._questions.submit(self._ask_host, self._new_answer(question), call)
 
-    def _ask_host(self, question: int, call: Callable[[ThisProcess], Any]) -> None:
+    def _ask_host(self, answer: Future[Any], call: Callable[[ThisProcess], Any]) -> None:
         try:
             with errors_as(_failed):
-                answer = call(self._host)
+                answer.set_result(call(self._host))
         except HeadraceError as error:
-            answer = error
-        self._calls.call("answer", question, answer)
+            answer.set_exception(error)
 
     def on_stop(self, number: int) -> None:
         with self._lock:
@@ -155,8 +154,11 @@ class EngineServer:
             del engine  # the other side may ask for its memory next
         self._calls.call("stopped", number)
 
-    def _replying(self, question: int) -> Callable[[Any], None]:
-        return lambda value: self._calls.call("answer", question, value)
+    def _new_answer(self, question: int) -> Future[Any]:
+        """Sent when it is set."""
+        answer = new_answer()
+        answer.add_done_callback(lambda done: self._calls.call("answer", question, done.exception() or done.result()))
+        return answer
 
     def _begin(self, function: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=function, args=args, name="headrace-call", daemon=True).start()

@@ -11,6 +11,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -20,7 +21,7 @@ from typing import Any
 
 from headrace.cancellation import interrupted_by
 from headrace.config import Config
-from headrace.engine.commands import Abort, Ask, AskBeside, Command, Stop, Submit
+from headrace.engine.commands import Abort, Ask, AskBeside, Command, Stop, Submit, new_answer
 from headrace.engine.delivery import Item, OutputQueue, deliver
 from headrace.errors import EngineDead, HeadraceError
 from headrace.messages import OneWayCalls
@@ -58,8 +59,8 @@ class EngineProcess:
         self._calls = OneWayCalls(ours, self)
         self._numbers = count()
         self._cores: dict[int, RemoteCore] = {}
-        self._replies: dict[int, tuple[int | None, Callable[[Any], None]]] = {}
-        """By question: of which engine, and what takes the answer."""
+        self._answers: dict[int, tuple[int | None, Future[Any]]] = {}
+        """By question: of which engine, and its answer."""
         self._memory_in_use = 0
         self._is_closed = False
         self._end: str | None = None
@@ -123,34 +124,25 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
 
-    def question(self, number: int | None, reply: Callable[[Any], None]) -> int:
-        """A number for a question to an engine, or to the process (None), whose answer goes to `reply`."""
+    def question(self, number: int | None, answer: Future[Any]) -> int:
+        """A number for a question to an engine, or to the process (None)."""
         question = next(self._numbers)
-        self._replies[question] = number, reply
+        self._answers[question] = number, answer
         return question
 
     def forget(self, core: RemoteCore, error: HeadraceError) -> None:
         """An engine runs no more: what waits for its answers gets an error."""
-        for question, (number, reply) in tuple(self._replies.items()):
-            if number == core.number and self._replies.pop(question, None) is not None:
-                reply(error)
+        for question, (number, _) in tuple(self._answers.items()):
+            if number == core.number:
+                self.on_answer(question, error)
 
     def ask(self, call: Callable[[Any], Any]) -> Any:
         """Ask the process, and wait. Raises EngineDead, and what the call raises."""
-        answers: list[Any] = []
-        has_answer = threading.Event()
-
-        def reply(value: Any) -> None:
-            answers.append(value)
-            has_answer.set()
-
-        self._calls.call("ask_host", self.question(None, reply), call)
+        answer = new_answer()
+        self._calls.call("ask_host", self.question(None, answer), call)
         if self._end is not None:
             raise EngineDead(self._end)
-        has_answer.wait()
-        if isinstance(answers[0], HeadraceError):
-            raise answers[0]
-        return answers[0]
+        return answer.result()
 
     def _serve(self) -> None:
         try:
@@ -164,7 +156,7 @@ class EngineProcess:
         for core in tuple(self._cores.values()):
             core.ended(reason)
             core.is_stopped.set()
-        for question in tuple(self._replies):
+        for question in tuple(self._answers):
             self.on_answer(question, error)
 
     def on_launched(
@@ -197,8 +189,13 @@ class EngineProcess:
             core.take(items)
 
     def on_answer(self, question: int, value: Any) -> None:
-        if (found := self._replies.pop(question, None)) is not None:
-            found[1](value)
+        _, answer = self._answers.pop(question, (None, None))
+        if answer is None:  # the engine was stopped meanwhile
+            return
+        if isinstance(value, HeadraceError):
+            answer.set_exception(value)
+        else:
+            answer.set_result(value)
 
     def on_log(self, record: logging.LogRecord) -> None:
         logger = logging.getLogger(record.name)
@@ -271,10 +268,10 @@ class RemoteCore:
             case Abort(request_id):
                 self._open.pop(request_id, None)
                 self._calls.call("send", self.number, command)
-            case Ask(call, reply):
-                self._calls.call("ask", self.number, self._process.question(self.number, reply), call)
-            case AskBeside(call, reply):
-                self._calls.call("call", self.number, self._process.question(self.number, reply), call)
+            case Ask(call, answer):
+                self._calls.call("ask", self.number, self._process.question(self.number, answer), call)
+            case AskBeside(call, answer):
+                self._calls.call("call", self.number, self._process.question(self.number, answer), call)
             case Stop():
                 self._calls.call("stop", self.number)
 

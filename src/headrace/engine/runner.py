@@ -37,7 +37,8 @@ from headrace.models.step import QueryRecorder
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
 from headrace.speculate.speculator import Speculator
-from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.state.records import SequenceRecord
+from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.request import GenerationRequest
 from headrace.types.status import DraftStatus

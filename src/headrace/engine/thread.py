@@ -122,13 +122,11 @@ class EngineThread:
             self._inbox.put(command)
 
     def _answer(self, command: AskBeside) -> None:
-        answer: object
         try:
             with errors_as(_not_answered):
-                answer = command.call(self)
+                command.answer.set_result(command.call(self))
         except HeadraceError as error:
-            answer = error
-        command.reply(answer)
+            command.answer.set_exception(error)
 
     def compiled(self, request: GenerationRequest) -> GenerationRequest:
         """The request with its compiled grammar, which may take long. Raises InvalidRequest."""
@@ -143,12 +141,11 @@ class EngineThread:
             raise ModelError("adapters are not supported for a model that is split over ranks")
         with errors_as(adapter_error):  # a file may hold anything
             files = read_adapter(folder)
-        answers: queue.SimpleQueue[HeadraceError | None] = queue.SimpleQueue()
-        self._inbox.put(Ask(lambda loop: loop.load_adapter(files), answers.put))
+        load = Ask(lambda loop: loop.load_adapter(files))
+        self._inbox.put(load)
         if self.death is not None:  # its inbox may not be read any more
             raise self.dead()
-        if (error := answers.get()) is not None:
-            raise error
+        load.answer.result()
         return files.fingerprint
 
     def dead(self) -> EngineDead:

@@ -23,7 +23,8 @@ from headrace.speculate.drafter import EntryMedia
 from headrace.speculate.drafts import NOTHING, Drafts
 from headrace.speculate.speculator import DraftState
 from headrace.speculate.verify import gained_tokens, window_rows
-from headrace.state.sequence import SequenceRecord, SequenceState
+from headrace.state.records import SequenceRecord
+from headrace.state.sequence import SequenceState
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult

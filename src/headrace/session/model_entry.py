@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import clear_frames
@@ -159,25 +160,14 @@ def without_locals(error: BaseException) -> BaseException:
 
 async def in_daemon(function: Callable[[], Result], cancellation: Cancellation) -> Result:
     """The function's result, from a thread that no exit of the process waits for. Raises WorkCancelled."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]  # it is set unless there is an error
+    done = Future[Result]()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = call_cancellable(cancellation, function)
+            done.set_result(call_cancellable(cancellation, function))
         except BaseException as error:  # handed to the waiting task
-            failure = without_locals(error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            done.set_exception(without_locals(error))
 
     threading.Thread(target=run, name="headrace-load", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)

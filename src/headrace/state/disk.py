@@ -30,7 +30,8 @@ from headrace.state.disk_index import Digests, DiskIndex, DiskMatch, Entry, mode
 from headrace.state.disk_records import Load, Save, entry_of, missing_files
 from headrace.state.disk_times import DiskTimes
 from headrace.state.record_file import BadFile, read_about, write_file
-from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
+from headrace.state.records import SequenceRecord, SpanRecord
+from headrace.state.sequence import SequenceState
 from headrace.state.stored_state import NotStorable, StateLayout
 from headrace.types.status import DiskStatus
 

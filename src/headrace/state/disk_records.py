@@ -18,7 +18,8 @@ from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_index import BLOCK_TOKENS, DIGEST_BYTES, MARK_BYTES, Digests, Entry, file_name
 from headrace.state.layer import LayerKey
 from headrace.state.record_file import BadFile, HostArray, join, mlx_array, read_file, to_host
-from headrace.state.sequence import SequenceRecord, SequenceState, SpanRecord
+from headrace.state.records import SequenceRecord, SpanRecord
+from headrace.state.sequence import SequenceState
 from headrace.state.stored_state import Description, StateLayout, describe, rebuild, span_name
 
 HEAD_BYTES = 16_384

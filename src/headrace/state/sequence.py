@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from headrace.state.attention import FullAttentionState, KVRecord, joined
+from headrace.state.attention import FullAttentionState, KVRecord
 from headrace.state.delta import TableState
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord, LayerState
+from headrace.state.records import SequenceRecord, SpanRecord, joined_record, joined_spans
 from headrace.state.recurrent import BatchedState, RecurrentRecord
 from headrace.state.slabs import StatePool, slot_capacity
 
 State = TypeVar("State", bound=LayerState)
 Recurrent = TypeVar("Recurrent", BatchedState, TableState)
-
-_JOINED_TOKENS = 4096
-"""Where copies are launched by kernels of ours, shorter neighbouring spans are restored together: each costs the host
-60 µs and a launch, so that late turns of a conversation would take longer than early ones. Elsewhere copying them twice
-takes longer than that, but for the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,58 +49,6 @@ class StateCost:
 
     def record_bytes(self, num_tokens: int) -> int:
         return sum(layer.num_bytes(num_tokens) for layer in self.layers)
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceRecord:
-    """Immutable copy of layers of a sequence's state at `length` tokens.
-
-    All layers make a checkpoint, windowed and opaque layers only a *snapshot*.
-    """
-
-    length: int
-    layers: Mapping[LayerKey, LayerRecord]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(record.num_bytes for record in self.layers.values())
-
-
-@dataclass(frozen=True, slots=True)
-class SpanRecord:
-    """Immutable keys and values of all full attention layers for the tokens `start` to `end`.
-
-    groups: by the layers that a record has.
-    """
-
-    start: int
-    end: int
-    groups: Mapping[tuple[LayerKey, ...], KVRecord]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(record.num_bytes for record in self.groups.values())
-
-    @property
-    def layers(self) -> dict[LayerKey, KVRecord]:
-        """Views of the groups' records."""
-        records: dict[LayerKey, KVRecord] = {}
-        for keys, record in self.groups.items():
-            records.update(zip(keys, record.by_layer(len(keys)), strict=True))
-        return records
-
-    def split(self, num_tokens: int) -> tuple[SpanRecord, SpanRecord]:
-        """Two records, of the first `num_tokens` tokens and of the rest; copies, so that each can be dropped alone."""
-        middle = self.start + num_tokens
-        return self.part(self.start, middle), self.part(middle, self.end)
-
-    def part(self, start: int, end: int) -> SpanRecord:
-        """The tokens `start` to `end`, which the record has: a copy, or the record itself for all of them."""
-        if (start, end) == (self.start, self.end):
-            return self
-        groups = {keys: record.part(start, end) for keys, record in self.groups.items()}
-        mx.async_eval([record.arrays for record in groups.values()])
-        return SpanRecord(start, end, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +174,7 @@ class SequenceState:
     def checkpoint(self) -> SequenceRecord:
         """An immutable record at the committed length; evaluated, so that later writes stay in place."""
         if self._restored is not None:
-            record = _joined(self.length, *self._restored)
+            record = joined_record(self.length, *self._restored)
             self._restored = (), record
             return record
         return self._record(lambda state: True)
@@ -319,7 +263,7 @@ class SequenceState:
         self._clear()
         self._restored = spans, snapshot
         if self.pool.is_permanent:
-            spans = tuple(_joined_spans(spans))
+            spans = tuple(joined_spans(spans))
         for part in (*spans, *(() if snapshot is None else (snapshot,))):
             for key, record in part.layers.items():
                 self._sources.setdefault(key, []).append(record)
@@ -363,34 +307,3 @@ class SequenceState:
             self._recurrent.release()
         self._recurrent = self._closing = self._restored = None
         self._sources = {}
-
-
-def _joined_spans(spans: Sequence[SpanRecord]) -> Iterator[SpanRecord]:
-    """The same tokens in fewer records. The copies of neighbours are not evaluated."""
-    run: list[SpanRecord] = []
-    for span in spans:
-        if run and (span.end - run[0].start > _JOINED_TOKENS or span.groups.keys() != run[0].groups.keys()):
-            yield _joined_span(run)
-            run = []
-        run.append(span)
-    if run:
-        yield _joined_span(run)
-
-
-def _joined_span(run: Sequence[SpanRecord]) -> SpanRecord:
-    if len(run) == 1:
-        return run[0]
-    groups = {keys: joined([span.groups[keys] for span in run]) for keys in run[0].groups}
-    return SpanRecord(run[0].start, run[-1].end, groups)
-
-
-def _joined(length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> SequenceRecord:
-    """One record of the state at `length`, from consecutive spans and a snapshot."""
-    if not spans and snapshot is not None:
-        return snapshot
-    by_layer = [span.layers for span in spans]
-    layers: dict[LayerKey, LayerRecord] = {}
-    for key in by_layer[0] if by_layer else ():
-        layers[key] = joined([records[key] for records in by_layer]).part(0, length)
-    mx.eval([record.arrays for record in layers.values()])
-    return SequenceRecord(length, {**layers, **(snapshot.layers if snapshot is not None else {})})

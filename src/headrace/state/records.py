@@ -1,0 +1,99 @@
+"""Immutable copies of a sequence's state, or of a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from headrace.state.attention import KVRecord, joined
+from headrace.state.layer import LayerKey, LayerRecord
+
+_JOINED_TOKENS = 4096
+"""Where copies are launched by kernels of ours, shorter neighbouring spans are restored together: each costs the host
+60 µs and a launch, so that late turns of a conversation would take longer than early ones. Elsewhere copying them twice
+takes longer than that, but for the shortest."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRecord:
+    """Immutable copy of layers of a sequence's state at `length` tokens.
+
+    All layers make a checkpoint, windowed and opaque layers only a *snapshot*.
+    """
+
+    length: int
+    layers: Mapping[LayerKey, LayerRecord]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(record.num_bytes for record in self.layers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRecord:
+    """Immutable keys and values of all full attention layers for the tokens `start` to `end`.
+
+    groups: by the layers that a record has.
+    """
+
+    start: int
+    end: int
+    groups: Mapping[tuple[LayerKey, ...], KVRecord]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(record.num_bytes for record in self.groups.values())
+
+    @property
+    def layers(self) -> dict[LayerKey, KVRecord]:
+        """Views of the groups' records."""
+        records: dict[LayerKey, KVRecord] = {}
+        for keys, record in self.groups.items():
+            records.update(zip(keys, record.by_layer(len(keys)), strict=True))
+        return records
+
+    def split(self, num_tokens: int) -> tuple[SpanRecord, SpanRecord]:
+        """Two records, of the first `num_tokens` tokens and of the rest; copies, so that each can be dropped alone."""
+        middle = self.start + num_tokens
+        return self.part(self.start, middle), self.part(middle, self.end)
+
+    def part(self, start: int, end: int) -> SpanRecord:
+        """The tokens `start` to `end`, which the record has: a copy, or the record itself for all of them."""
+        if (start, end) == (self.start, self.end):
+            return self
+        groups = {keys: record.part(start, end) for keys, record in self.groups.items()}
+        mx.async_eval([record.arrays for record in groups.values()])
+        return SpanRecord(start, end, groups)
+
+
+def joined_spans(spans: Sequence[SpanRecord]) -> Iterator[SpanRecord]:
+    """The same tokens in fewer records. The copies of neighbours are not evaluated."""
+    run: list[SpanRecord] = []
+    for span in spans:
+        if run and (span.end - run[0].start > _JOINED_TOKENS or span.groups.keys() != run[0].groups.keys()):
+            yield _joined_span(run)
+            run = []
+        run.append(span)
+    if run:
+        yield _joined_span(run)
+
+
+def _joined_span(run: Sequence[SpanRecord]) -> SpanRecord:
+    if len(run) == 1:
+        return run[0]
+    groups = {keys: joined([span.groups[keys] for span in run]) for keys in run[0].groups}
+    return SpanRecord(run[0].start, run[-1].end, groups)
+
+
+def joined_record(length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> SequenceRecord:
+    """One record of the state at `length`, from consecutive spans and a snapshot."""
+    if not spans and snapshot is not None:
+        return snapshot
+    by_layer = [span.layers for span in spans]
+    layers: dict[LayerKey, LayerRecord] = {}
+    for key in by_layer[0] if by_layer else ():
+        layers[key] = joined([records[key] for records in by_layer]).part(0, length)
+    mx.eval([record.arrays for record in layers.values()])
+    return SequenceRecord(length, {**layers, **(snapshot.layers if snapshot is not None else {})})
