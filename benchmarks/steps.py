@@ -118,7 +118,7 @@ class StepEngine:
             raise result.failures[0].error
         now = time.monotonic()
         outcome = self.scheduler.update(result, now - started, now)
-        self.scheduler.note_drafts(self.runner.draft())
+        self.scheduler.set_num_drafts(self.runner.draft())
         return len(outcome.outputs)
 
 

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from headrace.config import ServerConfig
 from headrace.engine.host import ThisProcess
-from headrace.errors import RequestCancelled
+from headrace.errors import EngineDead, RequestCancelled
 from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
 from headrace.server.app import build_app
@@ -274,7 +274,12 @@ class FakeEngine:
             self.cancelled.append(request_id)
         return bool(found)
 
+    def _refuse_if_dead(self) -> None:
+        if self.sick is not None:
+            raise EngineDead(f"the engine is not running: {self.sick}")
+
     async def status(self) -> EngineStatus:
+        self._refuse_if_dead()
         histogram = Histogram((1.0,), (0, 0), 0.0)
         return EngineStatus(
             num_running=len(self._live()),
@@ -287,6 +292,7 @@ class FakeEngine:
         )
 
     async def clear_cache(self) -> int:
+        self._refuse_if_dead()
         freed, self.held = self.held.num_bytes if self.held is not None else 0, None
         return freed
 

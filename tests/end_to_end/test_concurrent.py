@@ -61,14 +61,14 @@ async def go_away(client: openai.AsyncOpenAI, request: dict) -> None:
 
 
 async def test_eight_clients_get_their_solo_answers(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Runner._begin
+    open_window = Runner._open
 
     def poisoned(self: Runner, requests: Mapping[str, GenerationRequest], chunk: Chunk) -> Window:
         if requests[chunk.request_id].sampling.seed == 666 and chunk.start:
             raise ValueError(POISON)
-        return begin(self, requests, chunk)
+        return open_window(self, requests, chunk)
 
-    monkeypatch.setattr(Runner, "_begin", poisoned)
+    monkeypatch.setattr(Runner, "_open", poisoned)
     async with (
         serving(session) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

@@ -18,8 +18,8 @@ from engine.running_ahead import PENALISED, VOCAB, WARM, launch, tokens
 from models import tiny_head
 
 from headrace.engine import runner
-from headrace.engine.draws import Draws
 from headrace.engine.engine import Engine
+from headrace.engine.forward import Draws
 from headrace.engine.windows import Window
 from headrace.models.packed import PackedModel
 from headrace.scheduler import admission

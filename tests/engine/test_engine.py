@@ -14,15 +14,16 @@ from models import tiny
 
 from headrace.backend.kernels import Kernels
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine.draws import Drawn, Draws, LogitPosition
 from headrace.engine.engine import Engine
+from headrace.engine.forward import Draws
 from headrace.engine.loop import Loop
-from headrace.engine.pool import PrefixPool
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.runner import Runner
 from headrace.engine.windows import Window
 from headrace.errors import ConfigError, ContextTooLong, EngineDead, GenerationFailed, InvalidRequest, ModelError
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
+from headrace.sampling.rows import SamplingRow
 from headrace.scheduler.scheduler import Scheduler
 from headrace.state.sequence import SequenceState
 from headrace.types.events import FinishReason
@@ -126,14 +127,14 @@ async def test_a_row_that_raises_fails_alone(
     shared_engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone = [await collect(shared_engine, one) for one in REQUESTS[:4]]
-    begin = Runner._begin
+    open_window = Runner._open
 
     def poisoned(self: Runner, requests: dict[str, GenerationRequest], chunk: Chunk):
         if chunk.request_id == "r66" and chunk.start >= CHUNK:
             raise ValueError("poison in the row")
-        return begin(self, requests, chunk)
+        return open_window(self, requests, chunk)
 
-    monkeypatch.setattr(Runner, "_begin", poisoned)
+    monkeypatch.setattr(Runner, "_open", poisoned)
     victim = collect(shared_engine, request(66, 2 * CHUNK + 3))
     with caplog.at_level(logging.ERROR):
         results = await asyncio.gather(
@@ -149,14 +150,14 @@ async def test_a_row_whose_masks_cannot_be_made_fails_alone(
     shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = await collect(shared_engine, REQUESTS[0])
-    positions = Window.positions
+    sampling_rows = Window.sampling_rows
 
-    def poisoned(self: Window) -> list[LogitPosition]:
+    def poisoned(self: Window) -> list[SamplingRow]:
         if self.chunk.request_id == "r67" and self.chunk.output_index == 1:
             raise GenerationFailed("the grammar can't go on")
-        return positions(self)
+        return sampling_rows(self)
 
-    monkeypatch.setattr(Window, "positions", poisoned)
+    monkeypatch.setattr(Window, "sampling_rows", poisoned)
     victim, healthy = await asyncio.gather(
         collect(shared_engine, request(67, 7)), collect(shared_engine, REQUESTS[0]), return_exceptions=True
     )
@@ -203,7 +204,7 @@ async def test_a_step_that_fails_leaves_nothing_of_its_prompts_for_others(
     async def num_cached() -> int:
         return [output async for output in await shared_engine.submit(prompt)][0].num_cached_tokens
 
-    def fail(self: Draws) -> list[Drawn]:
+    def fail(self: Draws) -> None:
         raise RuntimeError("the device gave no tokens")
 
     with monkeypatch.context() as patch:
@@ -218,15 +219,15 @@ async def test_an_answer_that_can_not_be_kept_is_complete_and_the_engine_goes_on
     shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = await collect(shared_engine, REQUESTS[1])
-    store = PrefixPool.store
+    store = PrefixCache.store
 
-    def fail_at_the_end(self: PrefixPool, request_id: str, token_ids: Sequence[int], state: SequenceState) -> None:
+    def fail_at_the_end(self: PrefixCache, request_id: str, token_ids: Sequence[int], state: SequenceState) -> None:
         if state.length > len(REQUESTS[1].prompt):
             raise MemoryError("no memory for a copy")
         store(self, request_id, token_ids, state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PrefixPool, "store", fail_at_the_end)
+        patch.setattr(PrefixCache, "store", fail_at_the_end)
         assert await collect(shared_engine, REQUESTS[1]) == alone
         assert await collect(shared_engine, REQUESTS[1]) == alone
     assert shared_engine.health() is None

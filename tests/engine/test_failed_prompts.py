@@ -19,7 +19,7 @@ from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import prepare
 from headrace.engine.engine import Engine
 from headrace.engine.memory import sample_state
-from headrace.engine.pool import PrefixPool
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.runner import Runner
 from headrace.errors import GenerationFailed
 from headrace.models.levels import choose_levels
@@ -119,7 +119,7 @@ class World:
         self.model = tiny.build(family)
         packed = PackedModel(self.model, choose_levels(self.model), Kernels("exact", "cpu"))
         cost = sample_state(packed, None).cost()
-        self.pool = PrefixPool("weights", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
+        self.pool = PrefixCache("weights", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
         memory = MemoryBudget(2**62, lambda num_tokens: 1)
         self.scheduler = Scheduler(8, CHUNK, 4096, memory=memory, stages=[self.pool])
         self.runner = Runner(packed, 150, self.pool)
@@ -134,7 +134,7 @@ class World:
     def num_kept(self) -> int:
         """Tokens in the cache once the row is free."""
         self.runner.free(self.scheduler.released())
-        self.scheduler.forget_ended()
+        self.scheduler.end_stages()
         return self.pool.status().num_tokens
 
 

@@ -14,7 +14,7 @@ from models import tiny
 
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
-from headrace.engine.pool import PrefixPool
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.scheduler.stages import PromptPlan
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest
 
@@ -70,11 +70,11 @@ def test_a_prompt_in_progress_counts_as_cached_as_far_as_it_is_worth_waiting_for
     long = asked("long", tokens(1, 200))
     same = asked("same", long.prompt[:180] + tokens(2, 30))
     short = asked("short", long.prompt[:40] + tokens(2, 30))
-    pool = PrefixPool("weights", has_spans=True, needs_snapshots=False)
+    pool = PrefixCache("weights", has_spans=True, needs_snapshots=False)
     assert pool.num_cached(same) == 0
     pool.prepare(long, PromptPlan())
     assert [pool.num_cached(each) for each in (same, short)] == [180, 0]
-    with_snapshots = PrefixPool("weights", has_spans=False, needs_snapshots=True)
+    with_snapshots = PrefixCache("weights", has_spans=False, needs_snapshots=True)
     with_snapshots.prepare(long, PromptPlan())
     assert with_snapshots.num_cached(same) == 180, "a snapshot can still be taken there"
     with_snapshots.snapshot_points("long", 0, 190)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from unittest.mock import ANY
 
-from headrace.engine.pool import WAIT_TOKENS, PrefixPool
+from headrace.engine.prefix_cache import WAIT_TOKENS, PrefixCache
 from headrace.scheduler.stages import PromptPlan
 from headrace.types.media import MediaInput, PromptMedia
 from headrace.types.request import GenerationRequest, SamplingParams
@@ -27,12 +27,12 @@ def request(request_id: str, picture: bytes | None) -> GenerationRequest:
     return GenerationRequest(request_id, prompt, SAMPLING, 1, media=media)
 
 
-def find(prefixes: PrefixPool, asked: GenerationRequest) -> PromptPlan | WaitReason:
+def find(prefixes: PrefixCache, asked: GenerationRequest) -> PromptPlan | WaitReason:
     return prefixes.prepare(asked, PromptPlan())
 
 
-def pool() -> PrefixPool:
-    return PrefixPool("weights", has_spans=True, needs_snapshots=False)
+def pool() -> PrefixCache:
+    return PrefixCache("weights", has_spans=True, needs_snapshots=False)
 
 
 def test_a_prompt_waits_for_another_with_the_same_picture() -> None:

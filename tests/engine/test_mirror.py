@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from headrace.engine.mirror import Execute, Follower, Free, Know, Lead
+from headrace.engine.mirror import Execute, Follower, Free, Lead, NewRequest
 from headrace.engine.rank_meter import RankMeter
 from headrace.engine.runner import Runner
 from headrace.ranks.channel import Ranks
@@ -111,7 +111,7 @@ def test_each_request_is_sent_once_and_one_with_the_same_id_is_another() -> None
         planned = StepPlan((chunk(each, 0, each.prompt),))
         assert pair.execute(planned, each) == planned
         pair.free(each.request_id)
-    assert [message.request for message, _ in pair.wire.sent if isinstance(message, Know)] == [one, other]
+    assert [message.request for message, _ in pair.wire.sent if isinstance(message, NewRequest)] == [one, other]
 
 
 def test_random_steps_arrive_as_planned_also_when_requests_are_forgotten() -> None:
@@ -156,5 +156,5 @@ def test_a_long_prompt_is_sent_once_and_its_chunks_name_only_its_places() -> Non
     for start in range(0, 100_000, 2048):
         planned = StepPlan((chunk(long, start, long.prompt[start : start + 2048], samples=start > 97_000),))
         assert pair.execute(planned, long) == planned
-    assert pair.wire.num_bytes(Know) < 5 * 100_000 + LIMIT
+    assert pair.wire.num_bytes(NewRequest) < 5 * 100_000 + LIMIT
     assert max(size for message, size in pair.wire.sent if isinstance(message, Execute)) < 200

@@ -25,7 +25,7 @@ from headrace.backend.kernels import Kernels
 from headrace.engine.disk_cache import DiskLoader
 from headrace.engine.kv_bits import kv_forms
 from headrace.engine.memory import sample_state
-from headrace.engine.pool import PrefixPool
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.models.levels import choose_levels
 from headrace.models.packed import PackedModel
 from headrace.models.step import Row
@@ -146,7 +146,7 @@ class World:
         limits = {"max_pending_bytes": 10**9, "max_load_bytes": 10**9}
         disk = DiskTier(self.folder, 10**9, "w", layout=self.layout, prefill_tokens_per_s=1.0, **limits)
         layout = self.layout
-        self.pool = PrefixPool("w", has_spans=layout.has_spans, needs_snapshots=layout.needs_snapshots, disk=disk)
+        self.pool = PrefixCache("w", has_spans=layout.has_spans, needs_snapshots=layout.needs_snapshots, disk=disk)
         self.disk = DiskLoader(disk, self.pool)
         self.stages = PromptStages([self.pool, self.disk])
 

@@ -11,7 +11,7 @@ import pytest
 from engine.asking import tokens
 from engine.sparse_models import THRESHOLD
 
-from headrace.engine.pool import PrefixCache, PrefixPool
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.sparse.draft import Importance, SparseDraft
 from headrace.engine.sparse.prefill import NUM_REMEMBERED, SparsePrefill
 from headrace.errors import ContextTooLong
@@ -36,9 +36,7 @@ class Draft(SparseDraft):
         self.aborted: list[str] = []
         self.is_closed = False
         self.runner: Any = SimpleNamespace(state_bytes=0)
-        self.prefixes = PrefixCache()
-
-    num_scoring = 0  # type: ignore[assignment]
+        self.prefixes = PrefixCache.off()
 
     def begin(self, request: GenerationRequest) -> None:
         if self.trouble is not None:
@@ -81,7 +79,7 @@ class Front(PromptStages):
     def __init__(
         self, draft: SparseDraft, prefixes: Stage, cache: PrefixCache | None = None, window: int = WINDOW
     ) -> None:
-        cache = PrefixCache() if cache is None else cache
+        cache = PrefixCache.off() if cache is None else cache
         self.sparse = SparsePrefill(draft, cache, threshold=THRESHOLD, keep=0.2, window=window)
         super().__init__([prefixes, self.sparse])
 
@@ -268,7 +266,7 @@ def test_only_the_latest_prompts_are_remembered() -> None:
 
 
 def test_nobody_waits_for_a_prompt_that_is_thinned() -> None:
-    pool = PrefixPool("weights", has_spans=True, needs_snapshots=False)
+    pool = PrefixCache("weights", has_spans=True, needs_snapshots=False)
     front = Front(Draft(), pool, pool, window=0)
     second = replace(LONG, request_id="second", sparse_options=None)
     assert find_scored(front, LONG).kept is not None

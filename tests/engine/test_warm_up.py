@@ -25,7 +25,7 @@ from headrace.engine import warm_up
 from headrace.engine.engine import Engine
 from headrace.engine.head_check import load_head_check
 from headrace.engine.loop import Loop
-from headrace.engine.pool import PrefixPool
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.warm_up import Served, WarmUp
 from headrace.engine.warm_up_pieces import RowDrafts, WarmUpPiece, pieces_for
 from headrace.errors import EngineDead
@@ -225,14 +225,14 @@ async def test_requests_are_answered_alike_before_while_and_after_steps_are_warm
 async def test_a_piece_that_fails_is_logged_and_the_rest_goes_on(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = warm_up._MadeUpRequests.run
+    run = warm_up._SyntheticRequests.run
 
-    def fail_with_two_rows(self: warm_up._MadeUpRequests) -> None:
+    def fail_with_two_rows(self: warm_up._SyntheticRequests) -> None:
         if self._piece.num_rows == 2:
             raise RuntimeError("no such kernel")
         run(self)
 
-    monkeypatch.setattr(warm_up._MadeUpRequests, "run", fail_with_two_rows)
+    monkeypatch.setattr(warm_up._SyntheticRequests, "run", fail_with_two_rows)
     with caplog.at_level(logging.INFO, "headrace.engine.warm_up"):
         engine = launch(qwen3)
         wait_until_warm(engine)
@@ -287,7 +287,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tiny_head.save_with_head("qwen3_5", tmp_path_factory.mktemp("tiny"), head)
     check = load_head_check(Config(str(folder), ModelConfig(self_check=False)), (), TokenIds(10**6))
     memory = MemoryBudget(10_000, lambda num_tokens: TOKEN_BYTES * num_tokens, lambda num_tokens: 1_000)
-    make_cache = partial(PrefixPool, "", has_spans=True, needs_snapshots=True)
+    make_cache = partial(PrefixCache, "", has_spans=True, needs_snapshots=True)
     return Served(check.trunk, HeadDrafter(check.head), StatePool(), VOCAB, memory, make_cache)
 
 
@@ -337,7 +337,7 @@ def test_requests_get_three_quarters_of_the_time(served: Served, monkeypatch: py
         now += 2.0
 
     monkeypatch.setattr(warm_up, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(warm_up._MadeUpRequests, "run", take_two_seconds)
+    monkeypatch.setattr(warm_up._SyntheticRequests, "run", take_two_seconds)
     warming = WarmUp(served, 3, [WarmUpPiece(1)] * 3)
     assert warming.is_due
     warming.advance()

@@ -19,7 +19,7 @@ from headrace.cli.configured import configured_text_pipeline
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import memory, prepare
 from headrace.engine.engine import Engine
-from headrace.engine.mirror import Execute, Know
+from headrace.engine.mirror import Execute, NewRequest
 from headrace.ranks import start
 from headrace.ranks.channel import Ranks
 from headrace.ranks.layout import read_layout
@@ -121,7 +121,7 @@ def sizes(sent: list[tuple[object, int]]) -> dict[str, int]:
     steps = [0]
     requests = []
     for message, num_bytes in sent:
-        if isinstance(message, Know):
+        if isinstance(message, NewRequest):
             requests.append(num_bytes - 5 * len(message.request.prompt))
             continue
         if isinstance(message, Execute):

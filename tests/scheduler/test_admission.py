@@ -62,11 +62,11 @@ def test_an_answer_longer_than_the_reserve_counts_whole_only_once_among_the_choi
 
 def test_bytes_for_the_prompt_and_the_first_of_the_output_are_reserved() -> None:
     admission = Admission(4, 10_000, per_token(100_000), FairShares())
-    assert admission.admit(LiveRequest(request("short", 10, max_tokens=5), 0.0), ()) == ()
+    assert admission.admit(LiveRequest(request("short", 10, max_tokens=5), 0.0)) == ()
     assert admission.reserved_bytes == 100 + 10 * 15
-    assert admission.admit(LiveRequest(request("long", 10, max_tokens=5000), 0.0), ()) == ()
+    assert admission.admit(LiveRequest(request("long", 10, max_tokens=5000), 0.0)) == ()
     assert admission.reserved_bytes == 250 + 100 + 10 * (10 + RESERVED_OUTPUT_TOKENS)
-    assert admission.admit(LiveRequest(request("two", 10, max_tokens=5, n=2), 0.0), ()) == ()
+    assert admission.admit(LiveRequest(request("two", 10, max_tokens=5, n=2), 0.0)) == ()
     assert admission.reserved_bytes == 250 + 5320 + 2 * 250
 
 

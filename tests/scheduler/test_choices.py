@@ -24,7 +24,7 @@ def run_alone(scheduler: Scheduler, runner: FakeRunner) -> list[TokenOutput]:
     while scheduler.num_running + scheduler.num_waiting:
         result = runner.execute(scheduler.schedule())
         outputs += scheduler.update(result, 0.0, 0.0).outputs
-        scheduler.note_drafts(runner.draft(result))
+        scheduler.set_num_drafts(runner.draft(result))
     return outputs
 
 
@@ -150,7 +150,7 @@ def test_the_stop_token_has_log_probabilities_and_what_follows_it_has_none() -> 
     scheduler = started(asked)
     scheduler.schedule()
     scheduler.update(StepResult((ChunkResult("a", 5, (7,), (score(7, asked.prompt),)),)), 0.0, 0.0)
-    scheduler.note_drafts({"a": 2})
+    scheduler.set_num_drafts({"a": 2})
     scheduler.schedule()
     scores = tuple(score(token_id, (*asked.prompt, 7)) for token_id in (8, 5, 9))
     outcome = scheduler.update(StepResult((ChunkResult("a", 3, (8, 5, 9), scores, num_verified=2),)), 0.0, 0.0)

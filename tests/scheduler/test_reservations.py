@@ -65,7 +65,7 @@ class Game:
             return
         wanted = [*self.holders, *(Holder(each, num_tokens, num_tokens + more_tokens) for each in live.sequences)]
         is_safe = all_can_end(self.memory, wanted)
-        assert self.admission.admit(live, ()) == (() if is_safe else WaitReason.MEMORY)
+        assert self.admission.admit(live) == (() if is_safe else WaitReason.MEMORY)
         if is_safe:
             self.holders = wanted
 
@@ -76,7 +76,7 @@ class Game:
         holder.num_tokens = min(before + added, holder.most_tokens)
         is_safe = all_can_end(self.memory, self.holders)
         holder.sequence.token_ids += [7] * (holder.num_tokens - before)
-        assert self.admission.resume(holder.sequence, ()) == (() if is_safe else WaitReason.MEMORY)
+        assert self.admission.resume(holder.sequence) == (() if is_safe else WaitReason.MEMORY)
         if not is_safe:
             holder.num_tokens = before
             del holder.sequence.token_ids[before:]

@@ -224,7 +224,7 @@ def test_drafts_beyond_the_end_are_dropped(
     scheduler.add(request("a", 2, max_tokens=5, stop=frozenset({9})), 0.0)
     scheduler.schedule()
     take(scheduler, StepResult((ChunkResult("a", 2, (7,)),)))
-    scheduler.note_drafts({"a": 8, "ended": 3})
+    scheduler.set_num_drafts({"a": 8, "ended": 3})
     # a fourth draft could not be output: one token is, and the window gains one more than its drafts
     assert scheduler.schedule().chunks == (Chunk("a", "a", 2, (7,), num_drafts=3, output_index=1),)
     outcome = take(scheduler, StepResult((ChunkResult("a", len(gained), gained, num_verified=3),)))

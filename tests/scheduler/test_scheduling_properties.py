@@ -127,7 +127,7 @@ class Run:
         self._abort([client for client in due if client.in_flight])
         num_prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks if chunk.output_index == 0)
         self._take(self.scheduler.update(result, 0.01 + self.token_s * num_prompt_tokens, float(step)))
-        self.scheduler.note_drafts(self.runner.draft(result))
+        self.scheduler.set_num_drafts(self.runner.draft(result))
 
     def _add(self, client: Client) -> None:
         asked = client.request

@@ -76,7 +76,7 @@ class Shelf:
         entries = [
             ModelEntry((name,), self._source(name), is_kept=name in keep, idle_unload_s=idle_s) for name in names
         ]
-        self.models = Models(entries, total, patience_s=0.05)
+        self.models = Models(entries, total, drain_after_s=0.05)
 
     def _source(self, name: str) -> ModelSource:
         def load(share: MemoryShare | None) -> Session:
@@ -142,7 +142,7 @@ def test_a_model_never_gives_way_while_it_serves_and_new_requests_wait_for_the_o
     async def scenario() -> None:
         async with shelf.models.use(shelf.entry("a"), "first"):
             waiting = asyncio.create_task(shelf.touch("b"))
-            while not shelf.entry("a").gives_way:
+            while not shelf.entry("a").is_draining:
                 await asyncio.sleep(0.01)
             (shown,) = shelf.models.waiting(shelf.entry("b"))
             assert (shown.request_id, shown.waits_for) == ("touch b", WaitReason.MODEL)

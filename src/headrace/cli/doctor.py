@@ -18,7 +18,7 @@ from headrace.cli.installed import backends_advice, installed_backends, vision_a
 from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.engine import Engine
-from headrace.engine.preview import preview
+from headrace.engine.model_files import preview
 from headrace.models.quantized import bits_per_weight
 
 _LOW_DISK_BYTES = 5_000_000_000

@@ -12,7 +12,7 @@ from headrace.backend.device import Device, current
 from headrace.cli.fit import Fit, fit, gb
 from headrace.config import Config, ModelConfig
 from headrace.engine.memory import fitting_context
-from headrace.engine.preview import preview
+from headrace.engine.model_files import preview
 from headrace.errors import ModelError
 from headrace.models.inventory import kind_of, licence_of
 from headrace.models.preview import ModelEstimate, Preview, estimate

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.backend.device import Device
 from headrace.common_prefix import common_length
 from headrace.config import Config
-from headrace.engine.pool import WAIT_TOKENS, Lookup, PrefixPool
+from headrace.engine.prefix_cache import WAIT_TOKENS, Lookup, PrefixCache
 from headrace.errors import ConfigError
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import LoadedModel
@@ -73,7 +73,7 @@ class DiskLoader(DiskCache):
     At most one read for each request, and none after it.
     """
 
-    def __init__(self, disk: DiskTier, prefixes: PrefixPool) -> None:
+    def __init__(self, disk: DiskTier, prefixes: PrefixCache) -> None:
         self._disk = disk
         self._prefixes = prefixes
         self._reads: dict[str, _Read] = {}

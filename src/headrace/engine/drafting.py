@@ -1,4 +1,4 @@
-"""Sets up drafting as configured, by the prediction head or a draft model: rehearses and times its steps."""
+"""Sets up drafting as configured, by the prediction head or a draft model: runs and times some steps."""
 
 from __future__ import annotations
 
@@ -91,7 +91,6 @@ class StepReports:
 
     @property
     def step_s(self) -> float:
-        """The time of the step that has finished."""
         return self._drafting_s + self._known_at - self._started_at
 
     def report(self, step_s: float) -> None:
@@ -103,7 +102,7 @@ class StepReports:
                 one.live.drafted,
                 one.num_drafts,
                 max(0, len(one.gained) - 1),
-                one.gained[-1].token_id in one.live.request.stop_token_ids,
+                one.gained[-1] in one.live.request.stop_token_ids,
             )
             for one in windows
             if one.chunk.output_index > 0 and one.live.drafted is not None and one.gained
@@ -179,7 +178,7 @@ def _with_head(
     drafter, planner = HeadDrafter(head), DepthPlanner()
     report = [f"drafts: up to {max_drafts} at once, by the prediction head in {head.report}"]
     try:
-        report += _rehearse(config, loaded, drafter, planner, max_drafts, clock)
+        report += _profile(config, loaded, drafter, planner, max_drafts, clock)
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"the prediction head in {weights.origin} can't run on {device.kind}: {error}") from error
     speculator = Speculator(drafter, max_drafts, Ranking(), planner)
@@ -207,7 +206,7 @@ def _with_draft_model(
         report.append("drafts: the model's own prediction head is not used, as --draft-model is given")
     try:
         drafter.time_prefill(random_ids(loaded.tokens.end, min(chunk_tokens, LATEST_TOKENS)))
-        report += _rehearse(config, loaded, drafter, planner, max_drafts)
+        report += _profile(config, loaded, drafter, planner, max_drafts)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"--draft-model: {draft.name} can't run on {device.kind}: {error}") from error
     speculator = Speculator(drafter, max_drafts, Ranking(), planner)
@@ -223,7 +222,7 @@ def _has_head(files: ModelFiles) -> bool:
         return True
 
 
-def _rehearse(
+def _profile(
     config: Config,
     loaded: LoadedModel,
     drafter: Drafter,
@@ -232,12 +231,12 @@ def _rehearse(
     clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
     """Time some steps. Returns a line for the report if the self-check is on."""
-    rehearsal = Rehearsal(loaded.packed, loaded.tokens.end, clock)
+    run = ProfileRun(loaded.packed, loaded.tokens.end, clock)
     try:
-        rehearsal.time_steps(drafter, planner.times(1), max_drafts)
-        return [f"drafts: {rehearsal.compare_windows()}"] if config.models.self_check else []
+        run.time_steps(drafter, planner.times(1), max_drafts)
+        return [f"drafts: {run.compare_windows()}"] if config.models.self_check else []
     finally:
-        rehearsal.release()
+        run.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +259,7 @@ class WindowMargin:
         )
 
 
-class Rehearsal:
+class ProfileRun:
     """A sequence of random tokens for warm-up steps."""
 
     def __init__(self, packed: PackedModel, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:

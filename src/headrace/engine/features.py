@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -44,8 +44,6 @@ class _Kept:
 
 
 class LiveMedia:
-    """The media of a running request."""
-
     def __init__(self, media: PromptMedia, embedded: dict[bytes, MediaEmbeddings]) -> None:
         """embedded: by digest, of all inputs that are still to be computed."""
         self._media = media
@@ -66,41 +64,17 @@ class LiveMedia:
         return RowMedia(media_positions(self._media, start - 1, end - 1), self.row(start, end).spans)
 
 
-class Features:
-    """The interface of a vision tower's cache, and one without a tower."""
-
-    @property
-    def num_bytes(self) -> int:
-        return 0
-
-    @property
-    def has_work(self) -> bool:
-        return False
-
-    def advance(self, plain_step_s: float | None) -> None:
-        """Continue with the first input of the request that has waited longest.
-
-        plain_step_s: the time of a step of the running streams, the most that they are to wait; 0 for as little as
-        possible, None if there are none.
-        """
-
-    def media_of(self, request: GenerationRequest) -> LiveMedia | None:
-        return None
-
-    def evict(self, num_bytes: int) -> int:
-        """Free at least `num_bytes`, or all that no request needs. Returns the bytes freed."""
-        return 0
-
-
-class FeatureCache(Features):
+class FeatureCache:
     """A stage: holds requests back until the media after their cached part are embedded.
 
     Inputs are embedded one by one, in slices between steps, so that running streams go on. Those that the prefix cache
     covers are skipped. Embeddings stay, up to a limit, for the next turn of a chat, which sends its pictures again.
     """
 
-    def __init__(self, tower: Tower, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """max_bytes: of embeddings that no request needs any more."""
+    def __init__(
+        self, tower: Tower | None = None, max_bytes: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """tower: None for a model without vision. max_bytes: of embeddings that no request needs any more."""
         self._tower = tower
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
@@ -120,13 +94,15 @@ class FeatureCache(Features):
         return any(self._pending.values())
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
-        """Wait while media after the cached part are not embedded."""
         if request.media is None:
             return plan
         needed = inputs_within(request.media, plan.num_cached, len(request.prompt))
         missing = [one for one in needed if one.digest not in self._kept and one.digest not in self._failed]
         if not missing:
-            self._hold(request.request_id, needed)
+            for one in needed:
+                if one.digest in self._kept:
+                    self._kept[one.digest].needed_by.add(request.request_id)
+                    self._kept.move_to_end(one.digest)
             return plan
         self._pending[request.request_id] = missing
         return WaitReason.MEDIA
@@ -134,13 +110,12 @@ class FeatureCache(Features):
     def still_waits(self, request_id: str) -> bool:
         return bool(self._pending.get(request_id))
 
-    def _hold(self, request_id: str, needed: Iterable[MediaInput]) -> None:
-        for one in needed:
-            if one.digest in self._kept:
-                self._kept[one.digest].needed_by.add(request_id)
-                self._kept.move_to_end(one.digest)
-
     def advance(self, plain_step_s: float | None) -> None:
+        """Continue with the first input of the request that has waited longest.
+
+        plain_step_s: the time of a step of the running streams, the most that they are to wait; 0 for as little as
+        possible, None if there are none.
+        """
         waiting = next(((request_id, missing) for request_id, missing in self._pending.items() if missing), None)
         if waiting is None:
             return
@@ -163,6 +138,7 @@ class FeatureCache(Features):
 
     def _embed(self, one: MediaInput, spare_s: float) -> None:
         if self._begun is None or self._begun[0] != one.digest:
+            assert self._tower is not None, "requests with media wait here only for a model with vision"
             self._begun = (one.digest, self._tower.begin(one))
         embedding = self._begun[1]
         started = self._clock()
@@ -191,6 +167,7 @@ class FeatureCache(Features):
         self._shrink(self._max_bytes)
 
     def evict(self, num_bytes: int) -> int:
+        """Free at least `num_bytes`, or all that no request needs. Returns the bytes freed."""
         before = self.num_bytes
         self._shrink(max(0, before - num_bytes))
         return before - self.num_bytes

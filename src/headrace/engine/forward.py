@@ -1,4 +1,4 @@
-"""Logits of a step's windows, and the launch of the next step before this one's tokens are read.
+"""A step on the device: its logits, the tokens sampled from them, and the launch of the next step before they are read.
 
 The latter (async scheduling) keeps the device busy.
 """
@@ -9,13 +9,16 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from headrace.engine.draws import Draws
+from headrace.backend.transfer import Fetched, to_device
 from headrace.engine.windows import Ahead, LiveSequence, Window
 from headrace.models.packed import PackedModel
 from headrace.models.step import Row
 from headrace.sampling.draw import NO_TOKEN
-from headrace.sampling.rows import pick
+from headrace.sampling.logprobs import LogprobRows, read_logprobs, token_logprobs
+from headrace.sampling.rows import SamplingRow, pick
+from headrace.sampling.sampler import sample
 from headrace.speculate.drafts import packed_ids
+from headrace.types.events import TokenLogprobs
 
 
 def logits_of(model: PackedModel, windows: Sequence[Window], rows: Sequence[Row]) -> mx.array:
@@ -43,6 +46,51 @@ def logits_of(model: PackedModel, windows: Sequence[Window], rows: Sequence[Row]
         # unused logits are never computed: only what is evaluated is
         parts.append(model.forward(rows, picks or [num_tokens - 1], ids))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+class Draws:
+    """All samples of one step, to be evaluated together and read afterwards."""
+
+    def __init__(self, logits: mx.array, numbers: Sequence[int], rows: Sequence[SamplingRow]) -> None:
+        """logits: `[n, vocab_size]`. numbers: the row of the logits that each of `rows` is sampled from."""
+        own = pick(logits, numbers)
+        self.tokens = sample(own, rows)
+        """Ids `[len(rows)]`, on the device."""
+        self._fetched = Fetched(self.tokens)
+        self._num_top = {index: row.num_top for index, row in enumerate(rows) if row.num_top is not None}
+        self._scores: LogprobRows | None = None
+        if self._num_top:
+            scored = to_device(list(self._num_top), mx.int32)
+            # a row without a token has no log-probability, but the lookup needs an id
+            ids = mx.maximum(self.tokens[scored], 0)
+            self._scores = token_logprobs(own[scored], ids, max(self._num_top.values()))
+
+    def arrays(self) -> list[object]:
+        return [self._fetched.arrays, [] if self._scores is None else self._scores.arrays()]
+
+    def read(self) -> tuple[list[int], Sequence[TokenLogprobs | None]]:
+        """Each row's token, NO_TOKEN if its logits were invalid, and log-probabilities; empty if no row wants them."""
+        token_ids = self._fetched.read()
+        if self._scores is None:
+            return token_ids, ()
+        scores = dict(zip(self._num_top, read_logprobs(self._scores, list(self._num_top.values())), strict=True))
+        return token_ids, [scores.get(index) for index in range(len(token_ids))]
+
+
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens that a chunk's tokens predicted."""
+
+    def __init__(self, logits: mx.array, window: Window) -> None:
+        """logits: `[n, vocab_size]`, of the step."""
+        self._num_top = window.live.request.num_prompt_logprobs or 0
+        own = logits[window.lo : window.lo + len(window.following)]
+        self._scores = token_logprobs(own, to_device(window.following, mx.int32), self._num_top)
+
+    def arrays(self) -> object:
+        return self._scores.arrays()
+
+    def read(self) -> tuple[TokenLogprobs, ...]:
+        return tuple(read_logprobs(self._scores, [self._num_top] * self._scores.token_ids.shape[0]))
 
 
 def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, states: Sequence[mx.array]) -> None:

@@ -26,7 +26,7 @@ from headrace.ranks.channel import Ranks
 from headrace.ranks.layout import Layout, read_layout
 
 
-class Together:
+class RankSetup:
     """The ranks of an engine while it is prepared. ranks: None for an engine of one."""
 
     def __init__(self, ranks: Ranks | None) -> None:
@@ -37,7 +37,7 @@ class Together:
         self.lead: Lead | None = None
         """On rank 0 of several."""
 
-    def meet(self, config: Config, files: ModelFiles) -> Config:
+    def connect(self, config: Config, files: ModelFiles) -> Config:
         """Connect the ranks. Returns the configuration for them. Raises ConfigError and ModelError on every rank."""
         if self._ranks is None:
             return config
@@ -59,8 +59,8 @@ class Together:
         times = time_collectives(collectives, self.group)
         return () if self.lead is None else (self.lead.meter.expect(collectives, times),)
 
-    def least(self, num_bytes: int) -> int:
-        """What every rank has."""
+    def smallest(self, num_bytes: int) -> int:
+        """The least of all ranks' numbers."""
         return num_bytes if self._ranks is None else min(self._ranks.all(num_bytes))
 
 

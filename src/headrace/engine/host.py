@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from headrace.backend import device
 from headrace.config import Config
-from headrace.engine.preview import held_weights_bytes
+from headrace.engine.model_files import held_weights_bytes
 from headrace.types.status import DeviceStatus
 
 

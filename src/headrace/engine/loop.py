@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ from headrace.backend.gpu_use import gpu_utilization
 from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
 from headrace.engine.delivery import Accepted, Item, OutputQueue, deliver
 from headrace.engine.disk_cache import DiskCache
-from headrace.engine.features import Features
+from headrace.engine.features import FeatureCache
 from headrace.engine.host import ThisProcess
 from headrace.engine.memory import MemoryPlan
-from headrace.engine.pool import PrefixCache
 from headrace.engine.pooling import EncoderRunner
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.rank_meter import RankMeter
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.prefill import Sparse
@@ -37,8 +36,6 @@ from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 from headrace.types.status import EngineProcessStatus, EngineStatus, MemoryStatus
 from headrace.types.step import StepPlan
 
-logger = logging.getLogger(__name__)
-
 DISK_POLL_S = 0.002
 """Interval at which reads from disk are polled while there is nothing to compute."""
 
@@ -50,9 +47,9 @@ IDLE_S = 1.0
 class Parts:
     """Caches and stages beside the model; those that are off do nothing."""
 
-    prefixes: PrefixCache = field(default_factory=PrefixCache)
+    prefixes: PrefixCache = field(default_factory=PrefixCache.off)
     disk: DiskCache = field(default_factory=DiskCache)
-    features: Features = field(default_factory=Features)
+    features: FeatureCache = field(default_factory=FeatureCache)
     sparse: Sparse = field(default_factory=Sparse)
     ranks: RankMeter | None = None
 
@@ -131,7 +128,7 @@ class Loop:
         now = time.monotonic()
         self._disk.observe_prefill(plan.num_prompt_tokens, now - started)
         self._publish(self._scheduler.update(result, now - started, now), now)
-        self._scheduler.note_drafts(self._runner.draft())
+        self._scheduler.set_num_drafts(self._runner.draft())
         ended = time.monotonic()
         self._stats.stepped(plan, ended - started, ended)
         self.warm_up.served(ended - started)
@@ -195,7 +192,7 @@ class Loop:
         self._runner.free(self._scheduler.released())
         if num_freed := self._adapters.free_dropped():
             self._scheduler.give_bytes(num_freed)
-        self._scheduler.forget_ended()
+        self._scheduler.end_stages()
         self._disk.hand_over()
         usage = self._memory_usage
         state_bytes = max(self._scheduler.reserved_bytes, self._runner.permanent_bytes)

@@ -7,13 +7,12 @@ calls: the same rows, the same entries in the cache, the same drafts, and the sa
 from __future__ import annotations
 
 import itertools
-import logging
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.engine.pool import PrefixCache, PrefixPool
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.rank_meter import RankMeter
 from headrace.engine.runner import Runner
 from headrace.engine.step_message import SequenceName, pack_chunks, pack_names, unpack_chunks, unpack_names
@@ -28,8 +27,6 @@ from headrace.types.request import GenerationRequest
 from headrace.types.status import WaitReason
 from headrace.types.step import Chunk, StepPlan, StepResult
 
-logger = logging.getLogger(__name__)
-
 NUM_KNOWN = 64
 """The other ranks keep so many requests besides those of a step, so that each is sent once.
 
@@ -37,7 +34,7 @@ Both sides forget the same ones, those named least recently."""
 
 
 @dataclass(frozen=True, slots=True)
-class Know:
+class NewRequest:
     """number: by which rank 0 names the request from now on."""
 
     number: int
@@ -90,7 +87,7 @@ class Warm:
     piece: WarmUpPiece
 
 
-Call = Know | Prepare | EndPrompt | Evict | Clear | Execute | Draft | Free | Warm
+Call = NewRequest | Prepare | EndPrompt | Evict | Clear | Execute | Draft | Free | Warm
 
 
 class Lead:
@@ -107,13 +104,13 @@ class Lead:
     def tell(self, call: Call) -> None:
         self._ranks.tell(call)
 
-    def know(self, request: GenerationRequest) -> int:
+    def number_of(self, request: GenerationRequest) -> int:
         """The request's number, which the other ranks know from now on."""
         if (found := self._known.get(id(request))) is not None:
             return found[0]
         number = next(self._numbers)
         self._known.put(id(request), (number, request))
-        self.tell(Know(number, _as_data(request)))
+        self.tell(NewRequest(number, _as_data(request)))
         return number
 
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> None:
@@ -133,7 +130,7 @@ class Lead:
         """A sequence's name, which may have begun before, and its request. A chunk's forks begin with it."""
         if (found := self._begun.get(chunk.sequence_id)) is None:
             request = requests[chunk.request_id]
-            found = self._begun[chunk.sequence_id] = (self.know(request), chunk.choice), request
+            found = self._begun[chunk.sequence_id] = (self.number_of(request), chunk.choice), request
         (number, _), request = found
         self._begun.update({fork: ((number, choice), request) for choice, fork in enumerate(chunk.forks, start=1)})
         return found
@@ -146,13 +143,13 @@ def _as_data(request: GenerationRequest) -> GenerationRequest:
     return replace(request, constraint=replace(request.constraint, compiled=None))
 
 
-class LeadingPool(PrefixPool):
+class LeadingPrefixCache(PrefixCache):
     def __init__(self, lead: Lead, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._lead = lead
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
-        self._lead.tell(Prepare(self._lead.know(request)))
+        self._lead.tell(Prepare(self._lead.number_of(request)))
         return super().prepare(request, plan)
 
     def end(self, request_id: str) -> None:
@@ -232,7 +229,7 @@ class Follower:
 
     def _do(self, call: Call) -> None:
         match call:
-            case Know(number, request):
+            case NewRequest(number, request):
                 self._known.put(number, request)
             case Execute(chunks, preempted):
                 self._result = self._runner.execute(*self._plan(chunks, preempted))
@@ -248,20 +245,14 @@ class Follower:
                     del self._begun[name]
             case Warm(piece):
                 self.warm_up.run(piece)
-            case _:
-                assert isinstance(self._prefixes, PrefixPool), "rank 0 has the same configuration"
-                self._do_in_cache(self._prefixes, call)
-
-    def _do_in_cache(self, prefixes: PrefixPool, call: Call) -> None:
-        match call:
             case Prepare(number):
-                prefixes.prepare(self._request(number), PromptPlan())
+                self._prefixes.prepare(self._request(number), PromptPlan())
             case EndPrompt(request_id):
-                prefixes.end(request_id)
+                self._prefixes.end(request_id)
             case Evict(num_bytes):
-                prefixes.evict(num_bytes)
+                self._prefixes.evict(num_bytes)
             case Clear():
-                prefixes.clear()
+                self._prefixes.clear()
 
     def _plan(self, chunks: bytes, preempted: bytes) -> tuple[StepPlan, dict[str, GenerationRequest]]:
         """The plan, and its requests by id."""

@@ -1,4 +1,4 @@
-"""Finds the configured model: in a folder, inside the package, or on Hugging Face."""
+"""Finds the configured model, in a folder, inside the package, or on Hugging Face, and what it would take in memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.backend import device
 from headrace.config import Config
 from headrace.config_loading import with_suggestion
 from headrace.errors import ModelError
 from headrace.models.built_in import IN_PACKAGE, built_in_folder
 from headrace.models.hub import local_copy
 from headrace.models.in_use import mark_in_use
+from headrace.models.preview import Preview, estimate, preview_folder, preview_on_hub
 from headrace.models.smollm2 import fetch, is_fetched
 from headrace.models.source import ModelFiles, is_hub_id, locate, read_files
 
@@ -68,3 +70,20 @@ def built_in_suggested(name: str) -> Iterator[None]:
         if message == error.message or not is_hub_id(name):
             raise
         raise ModelError(message) from error
+
+
+def preview(config: Config) -> Preview:
+    """What the configured model would take, before any weight of a Hugging Face id is fetched. Raises ModelError."""
+    name = config.model
+    if name != "smollm2" and built_in_folder(name) is None and is_hub_id(name):
+        with built_in_suggested(name):
+            return preview_on_hub(name)
+    return preview_folder(model_files(config))
+
+
+def held_weights_bytes(config: Config) -> int:
+    """Bytes that the configured model's weights will take in memory, as far as its files tell."""
+    files, here = model_files(config), device.current()
+    stored = preview_folder(files).weights_bytes
+    estimated = estimate(files.config, item_bytes=4)
+    return stored if estimated is None else estimated.held_bytes(stored, config.models.dtype, here)

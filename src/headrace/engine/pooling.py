@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from headrace.backend import device
 from headrace.engine.adapters import AdapterPool
-from headrace.engine.draws import Drawn
 from headrace.engine.forward import logits_of
 from headrace.engine.runner import Runner
 from headrace.engine.windows import Window, failures_of
@@ -56,7 +55,7 @@ class PoolingRunner(Runner):
 
 
 def _take(window: Window, row: Numbers) -> None:
-    window.vector, window.gained = _checked(row), (Drawn(_NO_TOKEN, None),)
+    window.vector, window.gained = _checked(row), (_NO_TOKEN,)
 
 
 def _fail(window: Window, error: Exception) -> None:

@@ -23,14 +23,14 @@ from headrace.engine.disk_cache import DiskLoader, open_disk_tier
 from headrace.engine.draft_model import DraftModel, load_draft_model
 from headrace.engine.drafting import DrafterSetup, prepare_drafting
 from headrace.engine.features import FeatureCache
-from headrace.engine.group import Together
+from headrace.engine.group import RankSetup
 from headrace.engine.kv_bits import StoredKV, prepare_kv
 from headrace.engine.loop import Loop, Parts
 from headrace.engine.memory import DEFAULT_CONTEXT, SHARED_CONTEXT, MemoryPlan, chosen_context, plan_memory, state_pool
-from headrace.engine.mirror import Follower, Lead, LeadingPool, LeadingRunner, LeadingWarmUp
+from headrace.engine.mirror import Follower, Lead, LeadingPrefixCache, LeadingRunner, LeadingWarmUp
 from headrace.engine.model_files import model_files
-from headrace.engine.pool import PrefixPool
 from headrace.engine.pooling import PoolingRunner
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.prepare_encoder import check_knobs, describe, longest_input, prepare_encoder
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.draft import memory_share, refuse_draft, refuse_target, report_line
@@ -87,23 +87,23 @@ def prepare(
 ) -> tuple[Loop | Follower, ModelDescription, ModelMemory]:
     """Everything before the first request, on the engine's thread. share: None for a model without others.
 
-    ranks: that share the model; on others than rank 0 a Follower runs it. All of them call this together.
+    ranks: that share the model; on others than rank 0 a Follower runs it. All of them call this rank_setup.
     """
     set_up_libraries()
     products = blas.install(config.models.numerics)
     device.restore_open_files()
     here, files, knobs = _current_device(config.models.numerics), model_files(config), config.engine
-    together = Together(ranks)
-    config = together.meet(config, files)
+    rank_setup = RankSetup(ranks)
+    config = rank_setup.connect(config, files)
     if files.recipe is not None:
         check_knobs(config, files)
     if files.is_encoder:
         return prepare_encoder(config, files, inbox, here, _device_lines(here, products), turns, share)
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
-    whole = _load_parts(config, files, here, constraints, share, together, chunk)
+    whole = _load_parts(config, files, here, constraints, share, rank_setup, chunk)
     check_cancelled()
     loaded, drafting, draft, kv, held = whole.model, whole.drafting, whole.sparse_draft, whole.kv, whole.memory
-    budget_bytes = together.least(held.budget_bytes)
+    budget_bytes = rank_setup.smallest(held.budget_bytes)
     cost = kv.sample.cost()
     own_context = longest_input(files, loaded.context_length) or knobs.max_model_len or DEFAULT_CONTEXT
     of_draft = 0 if draft is None else int(budget_bytes * memory_share(draft, cost, own_context))
@@ -115,7 +115,7 @@ def prepare(
     report = (*_device_lines(here, products), *wired, *whole.report(_context_line(max_model_len, cost, memory)))
     report += () if disk is None else (disk.report,)
     report += () if draft is None else (report_line(draft, config, of_draft),)
-    parts, stages = _make_caches(config, files.name, cost, disk, whole.tower, budget_bytes, together.lead)
+    parts, stages = _make_caches(config, files.name, cost, disk, whole.tower, budget_bytes, rank_setup.lead)
     if draft is not None:
         window = loaded.packed.largest_window
         parts.sparse = sparse = start_sparse(config, draft, of_draft, chunk, max_model_len, parts.prefixes, window)
@@ -124,10 +124,10 @@ def prepare(
     scheduler = Scheduler(*limits, memory=memory, max_queue=knobs.max_queue, stages=stages)
     pool_bytes = int(context_share * memory.budget_bytes)
     states = state_pool(loaded.packed, cost, pool_bytes, knobs.max_num_seqs, max_model_len, kv.forms)
-    runner = _make_runner(files, whole, parts, constraints, states, together.lead)
+    runner = _make_runner(files, whole, parts, constraints, states, rank_setup.lead)
     warm_up = WarmUp(None, knobs.max_num_seqs, ())
     if files.recipe is None:
-        make_warm_up = WarmUp if together.lead is None else partial(LeadingWarmUp, together.lead)
+        make_warm_up = WarmUp if rank_setup.lead is None else partial(LeadingWarmUp, rank_setup.lead)
         warm_up = prepare_warm_up(make_warm_up, config, loaded, drafting, states, cost, memory, chunk, max_model_len)
     least_bytes = of_draft + max(memory.cost(max_model_len), runner.permanent_bytes)
     description = _describe(config, files, whole, max_model_len, (*report, *warm_up.report))
@@ -164,18 +164,18 @@ def _load_parts(
     here: Device,
     constraints: ConstraintFactory | None,
     share: MemoryShare | None,
-    together: Together,
+    rank_setup: RankSetup,
     chunk_tokens: int,
 ) -> _Whole:
     # how weights are held depends on the memory that they may take
     its_own = here if share is None else replace(here, memory_bytes=min(here.memory_bytes, share.num_bytes))
-    loaded = _load(config, files, its_own, constraints, together.group)
-    loaded = replace(loaded, report=loaded.report + together.time(loaded.collectives))
+    loaded = _load(config, files, its_own, constraints, rank_setup.group)
+    loaded = replace(loaded, report=loaded.report + rank_setup.time(loaded.collectives))
     as_held = replace(config, models=replace(config.models, dtype=loaded.dtype))
     draft, drafter = _find_drafts(config, files, loaded, here)
     drafting, found = DrafterSetup(), None
     if files.recipe is None:
-        drafting = prepare_drafting(as_held, files, loaded, drafter, here, chunk_tokens, together.clock)
+        drafting = prepare_drafting(as_held, files, loaded, drafter, here, chunk_tokens, rank_setup.clock)
         found = _find_tower(config, files, loaded, here)
     taken = files.name, *config.server.served_model_name
     adapters, named = load_adapters(config.models.adapter, taken, loaded)
@@ -331,7 +331,7 @@ def _make_caches(
     parts, stages = Parts(ranks=None if lead is None else lead.meter), list[Stage]()
     if config.engine.prefix_cache == "on":
         weights = f"{name} {config.engine.kv_bits}" if disk is None else disk.weights
-        make_pool = PrefixPool if lead is None else partial(LeadingPool, lead)
+        make_pool = PrefixCache if lead is None else partial(LeadingPrefixCache, lead)
         pool = make_pool(weights, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, disk=disk)
         parts.prefixes = pool
         stages.append(pool)

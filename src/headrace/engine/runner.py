@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 
 import mlx.core as mx
 import numpy as np
@@ -14,15 +13,13 @@ import numpy as np
 from headrace.backend import device
 from headrace.engine.adapters import AdapterPool
 from headrace.engine.drafting import StepReports, draft_status
-from headrace.engine.draws import Draws
-from headrace.engine.features import Features
-from headrace.engine.forward import confirm, launch_next, logits_of
-from headrace.engine.pool import PrefixCache
+from headrace.engine.features import FeatureCache
+from headrace.engine.forward import Draws, PromptLogprobs, confirm, launch_next, logits_of
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.windows import (
     LiveSequence,
     Window,
     failures_of,
-    log_failure,
     not_drawn,
     open_window,
     params_of_choice,
@@ -57,7 +54,7 @@ class Runner:
         prefixes: PrefixCache | None = None,
         constraints: ConstraintFactory | None = None,
         speculator: Speculator | None = None,
-        features: Features | None = None,
+        features: FeatureCache | None = None,
         adapters: AdapterPool | None = None,
         *,
         pool: StatePool | None = None,
@@ -71,10 +68,10 @@ class Runner:
         assert not (ahead and records_queries), "steps launched ahead can't record queries"
         self._model = model
         self._vocab_size = vocab_size
-        self._prefixes = PrefixCache() if prefixes is None else prefixes
+        self._prefixes = PrefixCache.off() if prefixes is None else prefixes
         self._constraints = constraints
         self._speculator = speculator
-        self._features = Features() if features is None else features
+        self._features = FeatureCache() if features is None else features
         self.adapters = AdapterPool(model.loras) if adapters is None else adapters
         self._records_queries = records_queries
         self._runs_ahead = ahead
@@ -84,6 +81,8 @@ class Runner:
         self._live: dict[str, LiveSequence] = {}
         self._gained: list[str] = []
         """Sequences that have gained tokens in the last step."""
+        self._failures: list[ChunkFailure] = []
+        """Of the step in progress."""
         self._reports = StepReports(speculator)
 
     @property
@@ -115,14 +114,15 @@ class Runner:
         and fork gets a result or a failure, and the caller frees the failed rows. Raises EngineDead if the device
         can't compute any more.
         """
-        self._gained = []
+        self._gained, self._failures = [], []
         if plan.preempted:
             self._preempt(plan.preempted)
-        failures: list[ChunkFailure] = []
         self._reports.begin()
-        windows = self._open(plan.chunks, requests, failures)
+        # a row whose window can't be opened (for example, no memory for a larger slot) fails alone
+        opened: list[Window | None] = isolate_each(plan.chunks, partial(self._open, requests), self._fail_chunk)
+        windows = [one for one in opened if one is not None]
         if not windows:
-            return StepResult((), tuple(failures))
+            return StepResult((), tuple(self._failures))
         try:
             self._compute(windows)
         except Exception as error:  # the step's exception boundary: its rows fail, the engine goes on
@@ -134,20 +134,22 @@ class Runner:
                 one.live.is_sound = False
             # the prefix cache may hold copies that were launched before and have failed with the step
             self._prefixes.evict(sys.maxsize)
-            failures += [failure for one in windows for failure in failures_of(one.chunk, error)]
-            return StepResult((), tuple(failures))
+            self._failures += [failure for one in windows for failure in failures_of(one.chunk, error)]
+            return StepResult((), tuple(self._failures))
         self._reports.finish(windows)
-
-        def fail(window: Window, error: Exception) -> list[ChunkResult]:
-            log_failure(window.chunk, error)
-            window.live.is_sound = False
-            failures.extend(failures_of(window.chunk, error))
-            return []
-
-        by_row = isolate_each(windows, partial(self._close, failures), fail)
+        by_row = isolate_each(windows, self._close, self._fail_window)
         results = [result for of_row in by_row for result in of_row]
         self._gained = [result.sequence_id for result in results if result.token_ids]
-        return StepResult(tuple(results), tuple(failures))
+        return StepResult(tuple(results), tuple(self._failures))
+
+    def _fail_chunk(self, chunk: Chunk, error: Exception) -> None:
+        logger.error("sequence %s failed", chunk.sequence_id, exc_info=error)
+        self._failures += failures_of(chunk, error)
+
+    def _fail_window(self, window: Window, error: Exception) -> list[ChunkResult]:
+        window.live.is_sound = False
+        self._fail_chunk(window.chunk, error)
+        return []
 
     def _preempt(self, sequence_ids: Iterable[str]) -> None:
         """Replace states by checkpoints; if that fails, the sequence fails when it resumes."""
@@ -171,19 +173,7 @@ class Runner:
         live.state.restore(record)
         live.record = None
 
-    def _open(
-        self, chunks: Sequence[Chunk], requests: Mapping[str, GenerationRequest], failures: list[ChunkFailure]
-    ) -> list[Window]:
-        """Open each chunk's window; a row that can't (for example, no memory for a larger slot) fails alone."""
-
-        def fail(chunk: Chunk, error: Exception) -> None:
-            log_failure(chunk, error)
-            failures.extend(failures_of(chunk, error))
-
-        windows: list[Window | None] = isolate_each(chunks, partial(self._begin, requests), fail)
-        return [one for one in windows if one is not None]
-
-    def _begin(self, requests: Mapping[str, GenerationRequest], chunk: Chunk) -> Window:
+    def _open(self, requests: Mapping[str, GenerationRequest], chunk: Chunk) -> Window:
         live = self._live.get(chunk.sequence_id)
         if live is None:
             request = requests[chunk.request_id]
@@ -247,8 +237,9 @@ class Runner:
         if any(one.is_limited for one in windows):
             # The device computes while the host makes the masks.
             mx.async_eval(logits)
-        positions = isolate_each(windows, Window.positions, Window.fail)
-        draws = Draws(logits, [position for of_one in positions for position in of_one])
+        sampled = isolate_each(windows, Window.sampling_rows, Window.fail)
+        numbers = [number for one, own in zip(windows, sampled, strict=True) if own for number in one.sampled_logits]
+        draws = Draws(logits, numbers, [row for own in sampled for row in own])
         prompts = [one for one in windows if one.chunk.output_index == 0]
         states = self._model.launch(logits, rows) if prompts else self._model.unevaluated(rows)
         if prompts:
@@ -257,7 +248,7 @@ class Runner:
             launch_next(self._model, windows, draws, states)
             if not self._model.is_compiled:
                 states = []  # launched; what they hold by now is the next step's, which no token should wait for
-        scores = {one.lo: one.prompt_scores(logits) for one in windows if one.following}
+        scores = {one.lo: PromptLogprobs(logits, one) for one in windows if one.following}
         mx.eval(
             draws.arrays(),
             [found.arrays() for found in scores.values()],
@@ -265,12 +256,14 @@ class Runner:
             [one.drafts.batch.arrays for one in windows if one.drafts.batch is not None],
             [one.live.recorder.arrays() for one in windows if one.live.recorder is not None],
         )
-        drawn = iter(draws.read())
-        for one, of_one in zip(windows, positions, strict=True):
-            own = list(islice(drawn, len(of_one)))
+        token_ids, logprobs = draws.read()
+        lo = 0
+        for one, own in zip(windows, sampled, strict=True):
+            hi = lo + len(own)
             if one.error is None:
-                one.take(own)
+                one.take(token_ids[lo:hi], logprobs[lo:hi])
                 one.prompt_logprobs = scores[one.lo].read() if one.following else ()
+            lo = hi
 
     def _may_launch_next(self, windows: Sequence[Window]) -> bool:
         """Whether the rows' next step can be launched before this one's tokens are known: it will have no drafts."""
@@ -280,7 +273,7 @@ class Runner:
             [one.live.row for one in windows if one.num_draws]
         )
 
-    def _close(self, failures: list[ChunkFailure], window: Window) -> list[ChunkResult]:
+    def _close(self, window: Window) -> list[ChunkResult]:
         """Commit a window, store a finished prompt in the prefix cache, and begin forks. Rows without a token fail."""
         if window.error is not None:
             raise window.error
@@ -295,13 +288,11 @@ class Runner:
             live.is_sound = False
         elif chunk.samples and chunk.output_index == 0:
             self._prefixes.store(chunk.request_id, live.token_ids, live.state)
-        results = []
-        if is_drawn:
-            results.append(result)
-        else:
-            failures.append(not_drawn(chunk.sequence_id, live.constraint))
+        results = [result] if is_drawn else []
+        if not is_drawn:
+            self._failures.append(not_drawn(chunk.sequence_id, live.constraint))
         if chunk.forks:
-            results += self._fork(window, failures)
+            results += self._fork(window)
         if live.ahead is not None:
             confirm(live, token_ids[-1])
         if is_drawn:
@@ -334,19 +325,19 @@ class Runner:
         if self._speculator is not None and lives:
             self._speculator.catch_up(lives)
 
-    def _fork(self, window: Window, failures: list[ChunkFailure]) -> list[ChunkResult]:
+    def _fork(self, window: Window) -> list[ChunkResult]:
         record = window.live.state.checkpoint()
         results = []
-        for choice, (sequence_id, drawn) in enumerate(zip(window.chunk.forks, window.forked, strict=True), start=1):
+        for choice, (sequence_id, token_id) in enumerate(zip(window.chunk.forks, window.forked, strict=True), start=1):
             fork = self._live[sequence_id] = self._new(window.live.request)
             fork.params = params_of_choice(fork.params, choice)
             fork.state.restore(record)
-            if drawn.token_id == NO_TOKEN:
-                failures.append(not_drawn(sequence_id, fork.constraint))
+            if token_id == NO_TOKEN:
+                self._failures.append(not_drawn(sequence_id, fork.constraint))
                 continue
-            fork.grow([drawn.token_id])
-            scores = () if drawn.logprobs is None else (drawn.logprobs,)
-            results.append(ChunkResult(sequence_id, 0, (drawn.token_id,), scores))
+            fork.grow([token_id])
+            logprobs = [each for each in window.forked_logprobs[choice - 1 : choice] if each is not None]
+            results.append(ChunkResult(sequence_id, 0, (token_id,), tuple(logprobs)))
         return results
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.engine.drafting import DrafterSetup
-from headrace.engine.pool import PrefixPool
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.runner import Runner
 from headrace.engine.warm_up_pieces import MOST_ROWS, NO_DRAFTS, PROMPT_TOKENS, WarmUpPiece, pieces_for
 from headrace.errors import EngineDead
@@ -50,7 +50,7 @@ class Served:
     pool: StatePool
     num_tokens: int
     memory: MemoryBudget
-    make_cache: Callable[[], PrefixPool]
+    make_cache: Callable[[], PrefixCache]
 
     @property
     def num_forms(self) -> int:
@@ -144,7 +144,7 @@ class WarmUp:
             self._num_failed += 1
 
         with isolated(fail):
-            _MadeUpRequests(piece, self._served).run()
+            _SyntheticRequests(piece, self._served).run()
 
 
 def prepare_warm_up(
@@ -161,7 +161,7 @@ def prepare_warm_up(
     packed, knobs = loaded.packed, config.engine
     # with snapshots in the shortest chunks: a longer prompt's last chunk may be as short
     make_cache = partial(
-        PrefixPool, "", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, shortest_prefix=1
+        PrefixCache, "", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, shortest_prefix=1
     )
     drafter = None if drafting.speculator is None else drafting.speculator.drafter
     served = Served(packed, drafter, pool, loaded.tokens.end, memory, make_cache)
@@ -177,7 +177,7 @@ def prepare_warm_up(
     return make(served, knobs.max_num_seqs, fitting)
 
 
-class _MadeUpRequests:
+class _SyntheticRequests:
     """The requests of a piece, with a scheduler and a runner that nothing else uses."""
 
     def __init__(self, piece: WarmUpPiece, served: Served) -> None:
@@ -187,7 +187,7 @@ class _MadeUpRequests:
         self._speculator = None
         if served.drafter is not None:
             most = max([each.number for each in piece.drafts], default=0)
-            self._speculator = Speculator(served.drafter, most, self._planned, _AsPlanned(self._planned))
+            self._speculator = Speculator(served.drafter, most, self._planned, _DraftsAllPlanned(self._planned))
         prefixes = served.make_cache() if piece.num_snapshots else None
         stages = [] if prefixes is None else [prefixes]
         self._scheduler = Scheduler(
@@ -240,7 +240,7 @@ class _MadeUpRequests:
     def _step(self) -> int:
         """Gives how many tokens of prompts were computed."""
         self._runner.free(self._scheduler.released())
-        self._scheduler.forget_ended()
+        self._scheduler.end_stages()
         before = time.monotonic()
         plan = self._scheduler.schedule(None if self._scheduler.spare_s is None else math.inf)
         if plan.is_empty:  # no memory for another row
@@ -250,7 +250,7 @@ class _MadeUpRequests:
             raise result.failures[0].error
         now = time.monotonic()
         self._scheduler.update(result, now - before, now)
-        self._scheduler.note_drafts(self._runner.draft())
+        self._scheduler.set_num_drafts(self._runner.draft())
         return plan.num_prompt_tokens
 
 
@@ -268,7 +268,7 @@ class _PlannedDrafts(Ranking):
         return Drafts((0,) * number, (RankedDraft(Source.FORCED, 0, 1.0),) * number)
 
 
-class _AsPlanned(DepthPlanner):
+class _DraftsAllPlanned(DepthPlanner):
     """Plans all of every candidate, whatever it costs."""
 
     def __init__(self, planned: _PlannedDrafts) -> None:

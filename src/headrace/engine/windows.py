@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
 
-from headrace.engine.draws import Drawn, LogitPosition, PromptLogprobs
 from headrace.engine.features import LiveMedia
 from headrace.errors import GenerationFailed, GrammarFailed
 from headrace.grammar.constraint import Constraint, Mask
@@ -28,8 +26,6 @@ from headrace.state.sequence import SequenceState
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GenerationRequest, SamplingParams
 from headrace.types.step import Chunk, ChunkFailure, ChunkResult
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +71,10 @@ class LiveSequence:
 
     @property
     def settings(self) -> SamplingRow:
-        return SamplingRow(self.params, self.num_output, self.history, self.request.stop_token_ids)
+        request = self.request
+        return SamplingRow(
+            self.params, self.num_output, self.history, request.stop_token_ids, num_top=request.num_logprobs
+        )
 
     @property
     def entry_media(self) -> EntryMedia | None:
@@ -130,6 +129,7 @@ class Window:
     is_committed: the state has committed its tokens, which are all certain.
     error: why the row failed.
     gained, forked: tokens that the sequence gains, and the first one of each fork.
+    logprobs, forked_logprobs: theirs, if requested.
     vector: see ChunkResult.
     """
 
@@ -144,8 +144,10 @@ class Window:
     ahead: Ahead | None = None
     is_committed: bool = False
     error: Exception | None = None
-    gained: Sequence[Drawn] = ()
-    forked: Sequence[Drawn] = ()
+    gained: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    forked: Sequence[int] = ()
+    forked_logprobs: Sequence[TokenLogprobs | None] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     vector: bytes | None = None
 
@@ -198,49 +200,48 @@ class Window:
     def is_limited(self) -> bool:
         return self.live.constraint is not None and self.chunk.samples
 
-    def positions(self) -> list[LogitPosition]:
-        """Where tokens are drawn: before each draft and after the last, then for each fork.
+    def sampling_rows(self) -> list[SamplingRow]:
+        """How to sample the token before each draft and after the last, then that of each fork.
 
-        Empty if the chunk ends inside a prompt. Forks are drawn from the same logits as the chunk's own token.
-        Makes the masks, which take longer than the rest of a window. Raises GenerationFailed.
+        Empty if the chunk ends inside a prompt. Makes the masks, which take longer than the rest of a window. Raises
+        GenerationFailed.
         """
         if not self.chunk.samples:
             return []
         if self.live.constraint is not None and self.draft_ids is not None:
             self.masks = self.live.constraint.window(self.draft_ids).masks
         rows = window_rows(self.live.settings, self._draft_placeholders, self.masks)
-        first = self.lo + self.num_logits - len(rows)
-        num_top = self.live.request.num_logprobs
-        positions = [LogitPosition(first + offset, row, num_top) for offset, row in enumerate(rows)]
         for choice in range(1, len(self.chunk.forks) + 1):
-            fork = replace(rows[0], params=params_of_choice(self.live.params, choice))
-            positions.append(LogitPosition(first, fork, num_top))
-        return positions
+            rows.append(replace(rows[0], params=params_of_choice(self.live.params, choice)))
+        return rows
 
-    def prompt_scores(self, logits: mx.array) -> PromptLogprobs:
-        own = logits[self.lo : self.lo + self.num_logits]
-        return PromptLogprobs(own, self.following, self.live.request.num_prompt_logprobs or 0)
+    @property
+    def sampled_logits(self) -> list[int]:
+        """The row of the step's logits for each of `sampling_rows`; forks share the last one."""
+        hi = self.lo + self.num_logits
+        return [*range(hi - 1 - self.num_drafts, hi), *[hi - 1] * len(self.chunk.forks)]
 
-    def fail(self, error: Exception) -> list[LogitPosition]:
+    def fail(self, error: Exception) -> list[SamplingRow]:
         """Mark the row as failed: nothing is drawn for it, and it fails once the step has ended."""
         self.error = error
         return []
 
-    def take(self, drawn: Sequence[Drawn]) -> None:
-        num_own = len(drawn) - len(self.chunk.forks)
-        self.gained, self.forked = self._accepted(drawn[:num_own]), drawn[num_own:]
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> None:
+        """Take what was sampled for `sampling_rows`. logprobs: empty if none are requested in the step."""
+        num_own = len(token_ids) - len(self.chunk.forks)
+        self.gained, self.forked = self._accepted(token_ids[:num_own]), token_ids[num_own:]
+        self.logprobs, self.forked_logprobs = logprobs[: len(self.gained)], logprobs[num_own:]
 
-    def _accepted(self, drawn: Sequence[Drawn]) -> Sequence[Drawn]:
+    def _accepted(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The accepted drafts and the token after them, up to the first stop token.
 
         Accepted drafts after a stop token are useless, and the state must not go past the answer's end.
         """
-        if len(drawn) < 2:
-            return drawn
-        draft_ids = self.drafts.read() if self.draft_ids is None else self.draft_ids
-        gained = drawn[: len(gained_tokens(draft_ids, [one.token_id for one in drawn]))]
+        if len(token_ids) < 2:
+            return token_ids
+        gained = gained_tokens(self.drafts.read() if self.draft_ids is None else self.draft_ids, token_ids)
         stops = self.live.request.stop_token_ids
-        end = next((number for number, one in enumerate(gained) if one.token_id in stops), len(gained))
+        end = next((number for number, token_id in enumerate(gained) if token_id in stops), len(gained))
         return gained[: end + 1]
 
     def result(self, num_committed: int) -> ChunkResult:
@@ -249,8 +250,8 @@ class Window:
         return ChunkResult(
             self.chunk.sequence_id,
             num_committed,
-            tuple([one.token_id for one in self.gained]),
-            tuple([one.logprobs for one in self.gained if one.logprobs is not None]),
+            tuple(self.gained),
+            tuple([each for each in self.logprobs if each is not None]),
             self.prompt_logprobs,
             self.num_drafts,
             self.vector,
@@ -267,24 +268,19 @@ def open_window(chunk: Chunk, live: LiveSequence) -> Window:
         drafts = live.drafted.drafts.first(chunk.num_drafts)
     must_know = live.history is not None or live.constraint is not None or drafts.batch is None
     draft_ids = drafts.read() if must_know else None
-    window = Window(chunk, live, drafts, draft_ids, following=_following(chunk, live.request))
-    if window.is_limited:
-        assert draft_ids is not None and live.constraint is not None
+    if live.constraint is not None and chunk.samples:
+        assert draft_ids is not None
         num_legal = live.constraint.num_legal(draft_ids)
-        window = replace(window, drafts=drafts.first(num_legal), draft_ids=draft_ids[:num_legal])
-    if live.media is None:
-        return window
-    return replace(window, media=live.media.row(chunk.start, chunk.start + window.num_tokens))
+        drafts, draft_ids = drafts.first(num_legal), draft_ids[:num_legal]
+    end = chunk.start + len(chunk.token_ids) + drafts.num_drafts
+    media = None if live.media is None else live.media.row(chunk.start, end)
+    return Window(chunk, live, drafts, draft_ids, media=media, following=_following(chunk, live.request))
 
 
 def _following(chunk: Chunk, request: GenerationRequest) -> tuple[int, ...]:
     if request.num_prompt_logprobs is None or chunk.choice > 0:
         return ()
     return request.prompt[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
-
-
-def log_failure(chunk: Chunk, error: Exception) -> None:
-    logger.error("sequence %s failed", chunk.sequence_id, exc_info=error)
 
 
 def failures_of(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:

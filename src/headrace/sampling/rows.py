@@ -32,6 +32,7 @@ class SamplingRow:
     stop_token_ids: banned by `min_tokens`.
     mask: the tokens allowed by the request's constraint, None for all.
     drafts: output tokens before the row that may be rejected.
+    num_top: alternatives whose log-probabilities are wanted beside the token's own; None for no log-probabilities.
     """
 
     params: SamplingParams
@@ -40,6 +41,7 @@ class SamplingRow:
     stop_token_ids: frozenset[int] = frozenset()
     mask: Mask | None = None
     drafts: tuple[int, ...] = ()
+    num_top: int | None = None
 
     @property
     def is_greedy(self) -> bool:

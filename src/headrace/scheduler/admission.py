@@ -5,12 +5,13 @@ Only decoding sequences are preempted: prompts share a step's tokens in turns an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 
 from headrace.errors import ContextTooLong, InvalidRequest
-from headrace.scheduler.live_request import LiveRequest, Sequence
+from headrace.scheduler.live_request import LiveRequest, Reservation, Sequence
 from headrace.scheduler.waiting import FairShares
 from headrace.types.request import GenerationRequest
 from headrace.types.status import WaitReason
@@ -47,18 +48,6 @@ class MemoryBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
-    """num_tokens, num_bytes: what the sequence may grow to for now. most_bytes: what it may need in the end.
-
-    A preempted sequence has no tokens and the bytes of its checkpoint.
-    """
-
-    num_tokens: int
-    num_bytes: int
-    most_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Preempted:
     """A sequence reduced to a checkpoint. reservation: what it had before."""
 
@@ -67,7 +56,7 @@ class Preempted:
 
 
 class Admission:
-    """Rows and bytes of all sequences that have started, oldest first.
+    """Rows and bytes of all sequences that have started.
 
     Reserving less than a sequence may need lets more of them run, but not all may then be able to grow to their end,
     and a stuck one releases nothing. So a reservation is made only if the oldest could still grow to its end in the
@@ -80,14 +69,11 @@ class Admission:
         self._max_model_len = max_model_len
         self._memory = memory
         self._shares = shares
-        self._reservations: dict[str, Reservation] = {}
-        self._reserved_bytes = 0
-        self._num_rows = 0
-
-    @property
-    def reserved_bytes(self) -> int:
+        self.started: dict[str, Sequence] = {}
+        """Oldest first."""
+        self.reserved_bytes = 0
         """Sum of all reservations; never over the budget."""
-        return self._reserved_bytes
+        self._num_rows = 0
 
     @property
     def capacity_tokens(self) -> int:
@@ -109,15 +95,14 @@ class Admission:
         return True
 
     def give(self, num_bytes: int) -> None:
-        """Add bytes to the budget."""
         self._memory.budget_bytes += num_bytes
 
     @property
     def least_bytes(self) -> int:
         """The smallest budget with which the oldest started sequence, then the next, and so on, can grow to its end."""
-        least, released = self._reserved_bytes, 0
-        for each in self._reservations.values():
-            least = max(least, self._reserved_bytes - released + each.most_bytes - each.num_bytes)
+        least, released = self.reserved_bytes, 0
+        for each in [sequence.reservation for sequence in self.started.values()]:
+            least = max(least, self.reserved_bytes - released + each.most_bytes - each.num_bytes)
             released += each.num_bytes
         return least
 
@@ -170,13 +155,12 @@ class Admission:
                 param="n",
             )
 
-    def admit(self, live: LiveRequest, started: Collection[Sequence]) -> tuple[Preempted, ...] | WaitReason:
+    def admit(self, live: LiveRequest) -> tuple[Preempted, ...] | WaitReason:
         """Reserve rows and bytes for a checked request, if need be by preempting sequences that rank lower.
 
-        started: all sequences, oldest first. Returns those preempted; if all of them are not enough, changes nothing
-        and returns what is lacking.
+        Returns those preempted; if all of them are not enough, changes nothing and returns what is lacking.
         """
-        candidates = self._lower_ranked(live.request, started)
+        candidates = self._lower_ranked(live.request)
         return self._preempt_for(candidates, len(live.sequences), partial(self._take, live))
 
     def withdraw(self, live: LiveRequest, preempted: Iterable[Preempted]) -> None:
@@ -185,19 +169,19 @@ class Admission:
             self.release(sequence)
         self._undo(preempted)
 
-    def resume(self, sequence: Sequence, started: Collection[Sequence]) -> tuple[Preempted, ...] | WaitReason:
+    def resume(self, sequence: Sequence) -> tuple[Preempted, ...] | WaitReason:
         """Reserve a row and bytes that last for a while for a preempted sequence. The rest as for `admit`."""
-        candidates = self._lower_ranked(sequence.request, started)
-        return self._preempt_for(candidates, 1, partial(self._extend, sequence.id, _ample(sequence)))
+        candidates = self._lower_ranked(sequence.request)
+        return self._preempt_for(candidates, 1, partial(self._extend, sequence, _ample(sequence)))
 
-    def grow(self, sequence: Sequence, started: Collection[Sequence]) -> tuple[Preempted, ...]:
+    def grow(self, sequence: Sequence) -> tuple[Preempted, ...]:
         """Make sure that a running sequence has bytes for all its known tokens, if need be by preempting younger ones.
 
         Returns those preempted; the sequence itself if that is not enough.
         """
-        if len(sequence.token_ids) <= self._reservations[sequence.id].num_tokens:
+        if len(sequence.token_ids) <= sequence.reservation.num_tokens:
             return ()
-        preempted = self._preempt_for(_younger_ones(sequence, started), 0, partial(self._extend_some, sequence))
+        preempted = self._preempt_for(self._younger_ones(sequence), 0, partial(self._extend_some, sequence))
         return (self.preempt(sequence),) if isinstance(preempted, WaitReason) else preempted
 
     def preempt(self, sequence: Sequence) -> Preempted:
@@ -205,15 +189,14 @@ class Admission:
 
         Always safe: the bytes become free, and the sequence needs no more in the end than before.
         """
-        before = self._reservations[sequence.id]
+        before = sequence.reservation
         num_bytes = min(self._memory.checkpoint_bytes(sequence.num_computed), before.num_bytes)
-        self._set(sequence.id, replace(before, num_tokens=0, num_bytes=num_bytes))
+        self._set(sequence, replace(before, num_tokens=0, num_bytes=num_bytes))
         return Preempted(sequence, before)
 
     def release(self, sequence: Sequence) -> None:
-        reservation = self._reservations.pop(sequence.id)
-        self._reserved_bytes -= reservation.num_bytes
-        self._num_rows -= reservation.num_tokens > 0
+        self._set(sequence, Reservation())
+        del self.started[sequence.id]
 
     def _preempt_for(
         self, candidates: Iterable[Sequence], num_rows: int, reserve: Callable[[], bool]
@@ -232,7 +215,7 @@ class Admission:
 
     def _undo(self, preempted: Iterable[Preempted]) -> None:
         for each in preempted:
-            self._set(each.sequence.id, each.reservation)
+            self._set(each.sequence, each.reservation)
 
     def _take(self, live: LiveRequest) -> bool:
         """Reserve the first tokens of a new request's sequences. Returns False and reserves nothing if it is unsafe."""
@@ -241,41 +224,40 @@ class Admission:
         if len(live.sequences) * num_bytes > self._room(None):
             return False
         for sequence in live.sequences:
-            self._set(sequence.id, Reservation(num_tokens, num_bytes, self._memory.cost(most_tokens)))
+            self.started[sequence.id] = sequence
+            self._set(sequence, Reservation(num_tokens, num_bytes, self._memory.cost(most_tokens)))
         return True
 
-    def _extend(self, sequence_id: str, num_tokens: int) -> bool:
+    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Let a sequence grow to `num_tokens`. Returns False and changes nothing if that is unsafe."""
-        reservation = self._reservations[sequence_id]
         num_bytes = self._memory.cost(num_tokens)
-        added = num_bytes - reservation.num_bytes
-        if added > 0 and added > self._room(sequence_id):
+        added = num_bytes - sequence.reservation.num_bytes
+        if added > 0 and added > self._room(sequence):
             return False
-        self._set(sequence_id, replace(reservation, num_tokens=num_tokens, num_bytes=num_bytes))
+        self._set(sequence, replace(sequence.reservation, num_tokens=num_tokens, num_bytes=num_bytes))
         return True
 
     def _extend_some(self, sequence: Sequence) -> bool:
-        needed = len(sequence.token_ids)
-        return self._extend(sequence.id, _ample(sequence)) or self._extend(sequence.id, needed)
+        return self._extend(sequence, _ample(sequence)) or self._extend(sequence, len(sequence.token_ids))
 
-    def _set(self, sequence_id: str, reservation: Reservation) -> None:
-        before = self._reservations.get(sequence_id)
-        self._reservations[sequence_id] = reservation
-        self._reserved_bytes += reservation.num_bytes - (0 if before is None else before.num_bytes)
-        self._num_rows += (reservation.num_tokens > 0) - (before is not None and before.num_tokens > 0)
+    def _set(self, sequence: Sequence, reservation: Reservation) -> None:
+        before, sequence.reservation = sequence.reservation, reservation
+        self.reserved_bytes += reservation.num_bytes - before.num_bytes
+        self._num_rows += (reservation.num_tokens > 0) - (before.num_tokens > 0)
 
-    def _room(self, sequence_id: str | None) -> int:
+    def _room(self, sequence: Sequence | None) -> int:
         """Bytes that can be reserved for a sequence, or a new one, without taking what older ones need."""
-        room = free = self._memory.budget_bytes - self._reserved_bytes
+        room = free = self._memory.budget_bytes - self.reserved_bytes
         released = 0
-        for older_id, older in self._reservations.items():
-            if older_id == sequence_id:
+        for each in self.started.values():
+            if each is sequence:
                 break
+            older = each.reservation
             room = min(room, free + released - (older.most_bytes - older.num_bytes))
             released += older.num_bytes
         return room
 
-    def _lower_ranked(self, request: GenerationRequest, started: Collection[Sequence]) -> list[Sequence]:
+    def _lower_ranked(self, request: GenerationRequest) -> list[Sequence]:
         """Sequences to preempt for the request, in order: those of a lower priority or a better served session.
 
         Ties: the youngest first.
@@ -292,15 +274,13 @@ class Admission:
         def claim(sequence: Sequence) -> tuple[int, tuple[float, int]]:
             return sequence.request.priority, self._shares.rank(sequence.request.session)
 
-        return sorted(filter(is_lower_ranked, reversed(list(started))), key=claim, reverse=True)
+        return sorted(filter(is_lower_ranked, reversed(self.started.values())), key=claim, reverse=True)
 
-
-def _younger_ones(sequence: Sequence, started: Collection[Sequence]) -> list[Sequence]:
-    """Sequences to preempt for another token of `sequence`, youngest first; never one that ranks before it."""
-    behind = list(started)
-    behind = behind[behind.index(sequence) + 1 :]
-    priority = sequence.request.priority
-    return [each for each in reversed(behind) if _is_running_decode(each) and each.request.priority >= priority]
+    def _younger_ones(self, sequence: Sequence) -> list[Sequence]:
+        """Sequences to preempt for another token of `sequence`, youngest first; never one that ranks before it."""
+        younger = takewhile(lambda each: each is not sequence, reversed(self.started.values()))
+        priority = sequence.request.priority
+        return [each for each in younger if _is_running_decode(each) and each.request.priority >= priority]
 
 
 def _is_running_decode(sequence: Sequence) -> bool:

@@ -18,6 +18,18 @@ def sequence_ids(request: GenerationRequest) -> tuple[str, ...]:
     return tuple(f"{request.request_id}/{choice}" for choice in range(request.num_choices))
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """num_tokens, num_bytes: what a sequence may grow to for now. most_bytes: what it may need in the end.
+
+    A preempted sequence has no tokens and the bytes of its checkpoint.
+    """
+
+    num_tokens: int = 0
+    num_bytes: int = 0
+    most_bytes: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request and its progress. Only the scheduler changes it.
@@ -36,7 +48,7 @@ class Sequence:
     is_preempted: the runner keeps only a checkpoint of its state.
     lacks_bytes: it was preempted for lack of bytes, not for another's turn.
     num_output_before: its output when it last started or resumed.
-    has_rows: the runner has been given a chunk, so it holds state to free.
+    has_state: the runner has been given a chunk, so it holds state to free.
     num_ready: drafts that the runner holds for the next chunk.
     stop_token_id: the stop token that ended the output; not in token_ids.
     """
@@ -50,10 +62,11 @@ class Sequence:
     awaits_fork: bool = field(init=False)
     virtual_time: float = 0.0
     is_passed_over: bool = False
+    reservation: Reservation = Reservation()
     is_preempted: bool = False
     lacks_bytes: bool = False
     num_output_before: int = 0
-    has_rows: bool = False
+    has_state: bool = False
     num_ready: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -211,7 +224,7 @@ class LiveRequest:
         """Of an output at `now`, which is its first one if none has been noted."""
         return OutputTimes(self.began_s, now if self.first_output_s is None else self.first_output_s, now)
 
-    def note_tokens(self, now: float) -> None:
+    def record_output(self, now: float) -> None:
         if self.first_output_s is None:
             self.first_output_s = now
             self.num_first_tokens = self.num_output

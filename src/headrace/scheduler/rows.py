@@ -32,7 +32,7 @@ class Rows:
         self._waiting = waiting
         self._stages = stages
         self._prefill = prefill
-        self._started: dict[str, Sequence] = {}
+        self._started = admission.started
         self._preempted: list[str] = []
         self._held_back: dict[str, WaitReason] = {}
         """Requests and preempted sequences that could not start or resume for the next step, and why, by id."""
@@ -56,14 +56,13 @@ class Rows:
         return sequence.id in self._started
 
     def end(self, sequence: Sequence) -> None:
-        del self._started[sequence.id]
         self._admission.release(sequence)
         if sequence.id in self._preempted:
             self._preempted.remove(sequence.id)
 
     def has_room(self, live: LiveRequest) -> bool:
         """Whether a request that is not queued could start at once if it were next. No step may be in flight."""
-        preempted = self._admission.admit(live, self._started.values())
+        preempted = self._admission.admit(live)
         if isinstance(preempted, WaitReason):
             return False
         self._admission.withdraw(live, preempted)
@@ -102,7 +101,7 @@ class Rows:
         for sequence in list(self._started.values()):
             if sequence.is_preempted or not sequence.is_decoding:
                 continue
-            if preempted := self._admission.grow(sequence, self._started.values()):
+            if preempted := self._admission.grow(sequence):
                 self._preempt(preempted, lacks_bytes=True)
 
     def _resume_short_ones(self) -> None:
@@ -143,7 +142,7 @@ class Rows:
     def _resume(self, sequence: Sequence) -> WaitReason | None:
         """Resume a preempted sequence, if necessary by preempting others. Returns why it must wait, if so."""
         has_row = self._admission.has_rows(1)
-        preempted = self._admission.resume(sequence, self._started.values())
+        preempted = self._admission.resume(sequence)
         if isinstance(preempted, WaitReason):
             return preempted
         self._preempt(preempted, lacks_bytes=False)
@@ -154,7 +153,7 @@ class Rows:
     def _start(self, live: LiveRequest) -> WaitReason | None:
         """Start a request, if necessary by preempting others. Returns why it must wait, if so, and changes nothing."""
         has_row = self._admission.has_rows(1)
-        preempted = self._admission.admit(live, self._started.values())
+        preempted = self._admission.admit(live)
         if isinstance(preempted, WaitReason):
             return preempted
         plan = self._stages.prepare(live.request)
@@ -169,14 +168,13 @@ class Rows:
         live.is_started = True
         live.reuse, live.sparse = plan.reuse, plan.sparse
         live.sequences[0].skip(plan.num_cached)
-        self._started.update((sequence.id, sequence) for sequence in live.sequences)
         self._prefill.join(live.sequences[0])
         return None
 
     def _select_tokens(self, live: LiveRequest, num_cached: int, kept: tuple[int, ...]) -> None:
         self._admission.withdraw(live, ())
         live.select(num_cached, kept)
-        if self._admission.admit(live, ()) != ():
+        if self._admission.admit(live) != ():
             raise RuntimeError(
                 f"{live.id}: there is no room for its selected tokens, though there was for the full prompt"
             )

@@ -109,7 +109,6 @@ class Scheduler:
         return self._admission.take(num_bytes, [live.request for live in self._live.values()])
 
     def give_bytes(self, num_bytes: int) -> None:
-        """Add bytes to the memory for sequences."""
         self._admission.give(num_bytes)
 
     @property
@@ -208,7 +207,7 @@ class Scheduler:
         self._planned = (*decoding, *self._plan_prefill(running, len(decoding), prompts_s))
         for chunk in self._planned:
             for sequence_id in (chunk.sequence_id, *chunk.forks):
-                self._sequences[sequence_id].has_rows = True
+                self._sequences[sequence_id].has_state = True
         return StepPlan(self._planned, self._rows.take_preempted())
 
     def planned_requests(self) -> dict[str, GenerationRequest]:
@@ -246,7 +245,7 @@ class Scheduler:
         of_others = {name: error for name, error in errors.items() if not stepped[name].is_aborted}
         return StepOutcome(tuple(outputs), of_others, tuple(finished))
 
-    def note_drafts(self, num_ready: Mapping[str, int]) -> None:
+    def set_num_drafts(self, num_ready: Mapping[str, int]) -> None:
         """Set how many drafts the runner holds for the next chunk of each sequence, by id; ended ones are ignored."""
         for sequence_id, number in num_ready.items():
             if (sequence := self._sequences.get(sequence_id)) is not None:
@@ -258,7 +257,7 @@ class Scheduler:
         self._released.clear()
         return released
 
-    def forget_ended(self) -> None:
+    def end_stages(self) -> None:
         for request_id in self._ended:
             self._stages.end(request_id)
         self._ended.clear()
@@ -311,12 +310,12 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 self._stop(sequence)
         if outputs:
-            live.note_tokens(now)
+            live.record_output(now)
         return [_progress(live, now), *outputs] if in_prompt and live.request.reports_progress else outputs
 
     def _stop(self, sequence: Sequence) -> None:
         self._rows.end(sequence)
-        if sequence.has_rows:
+        if sequence.has_state:
             self._released.append(sequence.id)
 
     def _end(self, live: LiveRequest) -> None:

@@ -44,12 +44,6 @@ class Stage(Protocol):
         """Drop what is held for a request: it is over, or a later stage makes it wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    stage: Stage
-    reason: WaitReason
-
-
 class PromptStages:
     """Runs requests through the stages in order.
 
@@ -59,21 +53,21 @@ class PromptStages:
 
     def __init__(self, stages: Sequence[Stage] = ()) -> None:
         self._stages = stages
-        self._waits: dict[str, _Wait] = {}
+        self._waits: dict[str, tuple[Stage, WaitReason]] = {}
+        """Where each waiting request waits, and for what."""
 
     def prepare(self, request: GenerationRequest) -> PromptPlan | WaitReason:
         """Prepare a request that is to start now, or give the reason why it has to wait."""
         request_id = request.request_id
-        wait = self._waits.get(request_id)
-        if wait is not None and wait.stage.still_waits(request_id):
-            return wait.reason
+        if (wait := self._waits.get(request_id)) is not None and wait[0].still_waits(request_id):
+            return wait[1]
         plan = PromptPlan()
         for number, stage in enumerate(self._stages):
             found = stage.prepare(request, plan)
             if isinstance(found, WaitReason):
                 for earlier in self._stages[:number]:
                     earlier.end(request_id)
-                self._waits[request_id] = _Wait(stage, found)
+                self._waits[request_id] = stage, found
                 return found
             plan = found
         self._waits.pop(request_id, None)
@@ -81,10 +75,10 @@ class PromptStages:
 
     def waits_for(self, request_id: str) -> WaitReason | None:
         """What the request waited for when it was last prepared; None if that is known to be over."""
-        wait = self._waits.get(request_id)
-        if wait is None or (wait.reason in OWN_PREPARATION and not wait.stage.still_waits(request_id)):
+        if (wait := self._waits.get(request_id)) is None:
             return None
-        return wait.reason
+        stage, reason = wait
+        return None if reason in OWN_PREPARATION and not stage.still_waits(request_id) else reason
 
     @property
     def num_preparing(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from headrace.cancellation import run_in_thread
@@ -53,13 +52,21 @@ class ChatPrompts:
         self._generations.check(request)
         prompt, media = await self._prompt(request, self._model.max_model_len)
         constraint, guarantees = await self._constraints.spec(request, prompt)
-        # In a thread: there may be many bad words to encode.
-        make = partial(self._generations.make, request, request.request_id, prompt, "messages", media)
-        generation = await run_in_thread(make) if request.options.sampling.bad_words else make()
         sparse_options = chat_sparse_options(
             request, self._model.sparse_draft, len(prompt.token_ids), prompt.boundaries
         )
-        generation = replace(generation, constraint=constraint, sparse_options=sparse_options)
+        make = partial(
+            self._generations.make,
+            request,
+            request.request_id,
+            prompt,
+            "messages",
+            sparse_options=sparse_options,
+            constraint=constraint,
+            media=media,
+        )
+        # In a thread: there may be many bad words to encode.
+        generation = await run_in_thread(make) if request.options.sampling.bad_words else make()
         scorer = None if request.options.num_logprobs is None else self._scorer
         choices = [
             ChoiceOutputProcessor(

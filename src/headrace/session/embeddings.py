@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.cancellation import run_in_thread
 from headrace.engine.engine import Engine
-from headrace.errors import EngineDead, GenerationFailed, InvalidRequest
-from headrace.session.concurrency import TextWork, submit_together
+from headrace.errors import GenerationFailed, InvalidRequest
+from headrace.session.concurrency import submit_together
+from headrace.session.model_session import ModelSession
 from headrace.session.pooling_inputs import PoolingInputs, TokenizedInput
 from headrace.session.prompts import generation_ids
 from headrace.session.session import Session
-from headrace.session.settings import check_prompt_ids, naming, refuse_oversized
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatRequest
 from headrace.types.events import TokenOutput
-from headrace.types.memory import ModelMemory
-from headrace.types.model import ModelDescription, ModelOutline, ModelTraits
+from headrace.types.model import ModelOutline, ModelTraits
 from headrace.types.pooling import (
     EmbeddingRequest,
     PoolingOptions,
@@ -32,7 +29,6 @@ from headrace.types.pooling import (
     ScoreRequest,
 )
 from headrace.types.request import GREEDY, GenerationRequest
-from headrace.types.status import EngineStatus, WarmUpStatus
 
 _INPUTS_AT_ONCE = 256
 """Inputs of one request that the engine has at a time: more would make its queue slow, and fill no further step."""
@@ -40,25 +36,19 @@ _INPUTS_AT_ONCE = 256
 Vectors = npt.NDArray[np.float32]
 
 
-class EmbeddingSession:
+class EmbeddingSession(ModelSession):
     """Serves requests for vectors and scores with one engine."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        super().__init__(engine, tokenizer)
         assert engine.model.pooling is not None, "the model writes text"
-        self._engine = engine
-        self._tokenizer = tokenizer
         self.pooling: PoolingTraits = engine.model.pooling
         self._inputs = PoolingInputs(tokenizer, engine.model, self.pooling)
-        self._text_work = TextWork()
 
     @classmethod
     def for_engine(cls, engine: Engine) -> EmbeddingSession:
         """With the tokenizer in the model's folder. Raises ModelError."""
         return cls(engine, Tokenizer.load(engine.model.directory))
-
-    @property
-    def model(self) -> ModelDescription:
-        return self._engine.model
 
     @property
     def kind_and_routes(self) -> tuple[str, str]:
@@ -77,14 +67,6 @@ class EmbeddingSession:
         return ()
 
     @property
-    def special_tokens(self) -> Mapping[str, str]:
-        return self._tokenizer.template_variables
-
-    @property
-    def chat_template(self) -> str | None:
-        return self._tokenizer.chat_template
-
-    @property
     def traits(self) -> ModelTraits:
         return ModelTraits(self.model.max_model_len)
 
@@ -92,52 +74,6 @@ class EmbeddingSession:
     def outline(self) -> ModelOutline:
         able = ("embedding", "rerank") if self.pooling.task is PoolingTask.EMBED else ("rerank",)
         return ModelOutline(self.model.max_model_len, able)
-
-    @property
-    def memory(self) -> ModelMemory:
-        return self._engine.memory
-
-    async def set_budget(self, num_bytes: int) -> int:
-        """See Session."""
-        return await self._engine.set_budget(num_bytes)
-
-    def stop(self, timeout_s: float | None = None) -> bool:
-        """See Session."""
-        return self._engine.stop(timeout_s)
-
-    async def close(self) -> None:
-        """See Session."""
-        await asyncio.to_thread(self._engine.stop)
-        self._text_work.close()
-
-    def start_processes(self) -> None:
-        """There are none."""
-
-    def health(self) -> str | None:
-        return self._engine.health()
-
-    def warm_up_status(self) -> WarmUpStatus:
-        return self._engine.warm_up_status()
-
-    async def status(self) -> EngineStatus:
-        """Raises EngineDead."""
-        return await self._engine.status()
-
-    async def clear_cache(self) -> int:
-        return await self._engine.clear_cache()
-
-    async def abort(self, request_id: str) -> bool:
-        """Abort one input by its id (see `generation_ids`). Returns False if it is not in progress."""
-        return await self._engine.abort(request_id)
-
-    async def tokenize(self, text: str, *, adds_special_tokens: bool) -> tuple[int, ...]:
-        refuse_oversized((text,), self.model.max_model_len, "prompt")
-        encode = self._tokenizer.encode_document if adds_special_tokens else self._tokenizer.encode
-        return tuple(await self._text_work.run((text,), naming("prompt", encode), text))
-
-    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
-        check_prompt_ids(token_ids, self.model.tokens, "tokens")
-        return await run_in_thread(self._tokenizer.decode_all, token_ids)
 
     async def tokenize_chat(self, request: ChatRequest) -> tuple[int, ...]:
         """Raises InvalidRequest: there are no chats."""
@@ -186,8 +122,7 @@ class EmbeddingSession:
         self, request_id: str, inputs: Sequence[TokenizedInput], options: PoolingOptions
     ) -> tuple[Vectors, PoolingUsage]:
         """The model's numbers `[len(inputs), numbers]`, before normalization and activation."""
-        if (reason := self._engine.health()) is not None:
-            raise EngineDead(f"the engine is not running: {reason}")
+        self.refuse_if_dead()
         requests = [
             GenerationRequest(
                 request_id=each_id,

@@ -66,11 +66,11 @@ class IdleTurns:
         self._waiting.append(turn)
 
     @asynccontextmanager
-    async def put_off(self) -> AsyncGenerator[None, None]:
+    async def paused(self) -> AsyncGenerator[None, None]:
         """While inside, nothing is prepared; work in progress is aborted."""
         self._num_busy += 1
         try:
-            await self._give_up()
+            await self._cancel()
             yield
         finally:
             self._num_busy -= 1
@@ -80,9 +80,9 @@ class IdleTurns:
 
     async def close(self) -> None:
         self._waiting.clear()
-        await self._give_up()
+        await self._cancel()
 
-    async def _give_up(self) -> None:
+    async def _cancel(self) -> None:
         work, self._work = self._work, None
         if work is not None and not work.done():
             work.cancel()

@@ -62,8 +62,8 @@ class ModelEntry:
         self.failed_at = 0.0
         self.num_users = 0
         self.last_used: float | None = None
-        self.gives_way = False
-        """New requests wait until another model has been loaded."""
+        self.is_draining = False
+        """New requests wait: it is unloaded for another model once its current ones are over."""
         self.budget_bytes = 0
         self.loading_since: float | None = None
         self.loading = Cancellation()
@@ -100,7 +100,7 @@ class ModelEntry:
     @property
     def traits(self) -> ModelTraits | None:
         """None while it can't be used at once."""
-        return None if self.session is None or self.gives_way else self.session.traits
+        return None if self.session is None or self.is_draining else self.session.traits
 
     @property
     def outline(self) -> ModelOutline:
@@ -109,11 +109,6 @@ class ModelEntry:
         elif self._outline is None:
             self._outline = self.source.outline()
         return self._outline
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether it is loaded, and its engine has ended."""
-        return self.session is not None and self.session.health() is not None
 
     def refuse_to_unload(self, num_requests: int) -> None:
         """Raises InvalidRequest if there are requests that need it."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from headrace.types.status import IDLE_STATUS, EngineStatus, Phase, RequestStatu
 
 log = logging.getLogger("headrace.session")
 
-PATIENCE_S = 10.0
+DRAIN_AFTER_S = 10.0
 """A model waits this long for others to be idle. After that new requests for the least recently used of them wait, so
 that it becomes idle once its current ones are over."""
 
@@ -41,13 +41,13 @@ RETRY_S = 5.0
 class _Waiting:
     """A request that waits for its model. since: in monotonic seconds. cancelled: settled by `abort`.
 
-    is_operators: it only wants the model to be loaded.
+    by_operator: it only wants the model to be loaded.
     """
 
     entry: ModelEntry
     since: float
     cancelled: asyncio.Future[None]
-    is_operators: bool
+    by_operator: bool
 
 
 class Models(ServedModels):
@@ -63,11 +63,11 @@ class Models(ServedModels):
         *,
         takes_any_name: bool = False,
         needs_name: bool = False,
-        patience_s: float = PATIENCE_S,
+        drain_after_s: float = DRAIN_AFTER_S,
     ) -> None:
         super().__init__(entries, takes_any_name=takes_any_name, needs_name=needs_name)
         self.total_bytes = total_bytes
-        self._patience_s = patience_s
+        self._drain_after_s = drain_after_s
         self._turn = asyncio.Lock()
         """Held while models are loaded, unloaded, or given their memory."""
         self._changed = asyncio.Event()
@@ -90,17 +90,17 @@ class Models(ServedModels):
 
     @asynccontextmanager
     async def use(
-        self, entry: ModelEntry, request_id: str, *, is_operators: bool = False
+        self, entry: ModelEntry, request_id: str, *, by_operator: bool = False
     ) -> AsyncGenerator[AnySession, None]:
         """The entry's session, which stays loaded inside the block; loads it first if need be.
 
-        request_id: under which `abort` ends the wait for loading. is_operators: it only wants the model to be loaded.
+        request_id: under which `abort` ends the wait for loading. by_operator: it only wants the model to be loaded.
         Raises ModelUnavailable and RequestCancelled.
         """
         entry.num_users += 1
         try:
-            while (session := entry.session) is None or entry.gives_way:
-                await self._wait_for(entry, request_id, is_operators)
+            while (session := entry.session) is None or entry.is_draining:
+                await self._wait_for(entry, request_id, by_operator)
             yield session
         finally:
             entry.num_users -= 1
@@ -108,16 +108,16 @@ class Models(ServedModels):
             self._cancel_unwanted_loads()
             self._changed.set()
 
-    async def _wait_for(self, entry: ModelEntry, request_id: str, is_operators: bool) -> None:
+    async def _wait_for(self, entry: ModelEntry, request_id: str, by_operator: bool) -> None:
         if entry.state is ModelState.FAILED and time.monotonic() - entry.failed_at < RETRY_S:
             raise ModelUnavailable(f"{entry.name} can't be loaded: {entry.reason}", param="model")
-        waiting = _Waiting(entry, time.monotonic(), asyncio.get_running_loop().create_future(), is_operators)
+        waiting = _Waiting(entry, time.monotonic(), asyncio.get_running_loop().create_future(), by_operator)
         self._waiting[request_id] = waiting
         try:
             load = self._begin_load(entry)
             await asyncio.wait({load, waiting.cancelled}, return_when=asyncio.FIRST_COMPLETED)
             if waiting.cancelled.done():
-                what = f"loading {entry.name}" if is_operators else f"request {request_id}"
+                what = f"loading {entry.name}" if by_operator else f"request {request_id}"
                 raise RequestCancelled(f"{what} was cancelled")
             load.result()
         finally:
@@ -147,13 +147,13 @@ class Models(ServedModels):
     async def load(self, entry: ModelEntry) -> None:
         """Load a model now, whatever failed before. Raises ModelUnavailable."""
         entry.failed_at = 0.0
-        async with self.use(entry, f"loading {entry.name} {time.monotonic()}", is_operators=True):
+        async with self.use(entry, f"loading {entry.name} {time.monotonic()}", by_operator=True):
             pass
 
     async def unload(self, entry: ModelEntry) -> None:
         """Unload a model, or end its load. Raises InvalidRequest while requests need it."""
         if (load := self._loads.get(entry)) is not None and entry.session is None:
-            loading = {id: each for id, each in self._waiting.items() if each.entry is entry and each.is_operators}
+            loading = {id: each for id, each in self._waiting.items() if each.entry is entry and each.by_operator}
             entry.refuse_to_unload(entry.num_users - len(loading))
             entry.loading.cancel()
             await asyncio.gather(*map(self.abort, loading))
@@ -213,7 +213,7 @@ class Models(ServedModels):
         if self.total_bytes is None:
             return None
         needed = needed_room(self.total_bytes, expected_bytes)
-        until = time.monotonic() + self._patience_s
+        until = time.monotonic() + self._drain_after_s
         while True:
             entry.loading.check()
             self._changed.clear()
@@ -234,7 +234,7 @@ class Models(ServedModels):
                 await self._close(idle[0])
                 continue
             if time.monotonic() >= until:
-                self._ask_to_give_way(others)
+                self._drain_one(others)
             await self._until_changed()
 
     def _idle(self, besides: ModelEntry) -> list[ModelEntry]:
@@ -243,28 +243,26 @@ class Models(ServedModels):
         return sorted(found, key=lambda each: each.last_used or 0.0)
 
     def _serves(self, entry: ModelEntry) -> bool:
-        # Requests that have waited for a loaded model are about to use it, unless it gives way.
-        waiting = sum(each.entry is entry for each in self._waiting.values()) if entry.gives_way else 0
+        # Requests that have waited for a loaded model are about to use it, unless it is draining.
+        waiting = sum(each.entry is entry for each in self._waiting.values()) if entry.is_draining else 0
         return entry.num_users > waiting
 
-    def _ask_to_give_way(self, others: Sequence[ModelEntry]) -> None:
+    def _drain_one(self, others: Sequence[ModelEntry]) -> None:
         busy = [each for each in others if not each.is_kept]
-        if busy and not any(each.gives_way for each in busy):
+        if busy and not any(each.is_draining for each in busy):
             entry = min(busy, key=lambda each: each.last_used or 0.0)
-            log.info("%s serves what it has begun; then it gives way to another model", entry.name)
-            entry.gives_way = True
+            log.info("%s finishes its requests and is then unloaded for another model", entry.name)
+            entry.is_draining = True
 
     async def _until_changed(self) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(0.25):
                 await self._changed.wait()
-        except TimeoutError:
-            return
 
     async def _close(self, entry: ModelEntry) -> None:
         if (session := entry.take_session()) is None:
             return
-        entry.state, entry.gives_way, entry.budget_bytes = ModelState.SLEEPING, False, 0
+        entry.state, entry.is_draining, entry.budget_bytes = ModelState.SLEEPING, False, 0
         _ = entry.outline
         await session.close()
         del session
@@ -300,7 +298,7 @@ class Models(ServedModels):
         for entry, session in self.loaded():
             if len(self.entries) > 1 and (reason := session.health()) is not None and entry.state is ModelState.LOADED:
                 self.fail(entry, f"its engine died: {reason}")
-                self._in_background(self._bury(entry))
+                self._in_background(self._remove_dead(entry))
             elif self._is_idle_for_long(entry) and entry.state is ModelState.LOADED:
                 self._in_background(self._unload_if_idle(entry))
 
@@ -315,7 +313,7 @@ class Models(ServedModels):
                 await self._close(entry)
                 await self._divide()
 
-    async def _bury(self, entry: ModelEntry) -> None:
+    async def _remove_dead(self, entry: ModelEntry) -> None:
         reason = entry.reason
         async with self._turn:
             self._failure = await asyncio.to_thread(entry.source.host.failure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
@@ -26,12 +25,10 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatRequest, CompletionRequest
 from headrace.types.media import PromptMedia
 from headrace.types.model import ModelDescription
-from headrace.types.request import GenerationRequest
+from headrace.types.request import ConstraintSpec, GenerationRequest, SparseOptions
 
 
 class Generations:
-    """Builds requests for one engine."""
-
     def __init__(self, model: ModelDescription, tokenizer: Tokenizer, adapters: ServedAdapters) -> None:
         self.model = model
         self._adapters = adapters
@@ -52,6 +49,9 @@ class Generations:
         request_id: str,
         prompt: RenderedPrompt,
         param: str,
+        *,
+        sparse_options: SparseOptions | None,
+        constraint: ConstraintSpec | None = None,
         media: PromptMedia | None = None,
     ) -> GenerationRequest:
         """The request for one prompt. param: the field it comes from.
@@ -83,7 +83,9 @@ class Generations:
             adapter=self._adapters.fingerprint(options.adapter),
             max_draft_tokens=options.max_draft_tokens,
             reports_progress=options.reports_progress,
+            constraint=constraint,
             media=media,
+            sparse_options=sparse_options,
         )
 
 
@@ -134,13 +136,10 @@ class CompletionPrompts:
             detokenizer.follow(token_ids)
             parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.options.stop_strings)
             choices.append(ChoiceOutputProcessor(choice, detokenizer, parser, scorer))
-        generation = self._generations.make(request, request_id, RenderedPrompt(token_ids, (), False, ""), "prompt")
-        model = self._generations.model
+        model, rendered = self._generations.model, RenderedPrompt(token_ids, (), False, "")
+        sparse_options = completion_sparse_options(request.options, model.sparse_draft, len(token_ids))
         return PromptOutputProcessor(
-            replace(
-                generation,
-                sparse_options=completion_sparse_options(request.options, model.sparse_draft, len(token_ids)),
-            ),
+            self._generations.make(request, request_id, rendered, "prompt", sparse_options=sparse_options),
             choices,
             self._scorer,
             num_prompt_logprobs=request.options.num_prompt_logprobs,

@@ -11,8 +11,6 @@ from headrace.types.events import TokenLogprobs, TokenScore
 
 
 class Scorer:
-    """Converts token ids and their log-probabilities."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 

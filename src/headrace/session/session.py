@@ -9,37 +9,33 @@ The engine sees token ids only and the APIs see events only; everything between 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import ParamSpec, TypeVar
 
-from headrace.cancellation import run_in_thread
 from headrace.engine.engine import Engine, OutputStream
-from headrace.errors import EngineDead, GenerationFailed
+from headrace.errors import GenerationFailed
 from headrace.families.family import ModelFamily
 from headrace.families.registry import explain
 from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.session.adapters import ServedAdapters
 from headrace.session.chat_prompts import ChatPrompts
-from headrace.session.concurrency import TextWork, interleaved, submit_together
+from headrace.session.concurrency import interleaved, submit_together
 from headrace.session.constraint import ChatConstraints
 from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.media import MediaReader, find_media_processor
+from headrace.session.model_session import ModelSession
 from headrace.session.output_processor import PromptOutputProcessor, usage_of
 from headrace.session.prompts import CompletionPrompts, Generations
 from headrace.session.scores import Scorer
 from headrace.session.settings import (
     Defaults,
-    check_prompt_ids,
     default_options,
     explain_defaults,
     model_defaults,
-    naming,
 )
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.text.history import with_thinking_apart
@@ -48,18 +44,14 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from headrace.types.events import Event, Finished, Forecast, Progress, Started, TokenOutput
 from headrace.types.media import MediaLimits, MediaPolicy
-from headrace.types.memory import ModelMemory
-from headrace.types.model import ModelDescription, ModelOutline, ModelTraits
-from headrace.types.status import EngineStatus, WarmUpStatus
+from headrace.types.model import ModelOutline, ModelTraits
+from headrace.types.status import EngineStatus
 
 log = logging.getLogger("headrace.session")
 
-Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
 
-
-class Session:
-    """Serves requests with one engine.
+class Session(ModelSession):
+    """Serves chats and completions with one engine.
 
     prepares_turns: whether finished chats are prepared for their next turn while idle, see IdleTurns.
     constraints: the factory that the engine was launched with; None to make one, for an engine without constraints.
@@ -78,8 +70,7 @@ class Session:
         defaults: Defaults | None = None,
     ) -> None:
         """media: None for a text model. defaults: the server's, which win over the model's."""
-        self._engine = engine
-        self._tokenizer = tokenizer
+        super().__init__(engine, tokenizer)
         self._template = template
         self._family = family
         self._scorer = Scorer(tokenizer)
@@ -91,7 +82,6 @@ class Session:
         self._num_malformed_calls = 0
         self._num_call_violations = 0
         self._media = media
-        self._text_work = TextWork()
         factory = constraints or ConstraintFactory(Vocabulary(tokenizer))
         self._constraints = ChatConstraints(family, template, factory)
         self._chats = ChatPrompts(
@@ -129,10 +119,6 @@ class Session:
         )
 
     @property
-    def model(self) -> ModelDescription:
-        return self._engine.model
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """Lines for start-up: how the model's family is served, and the default sampling."""
         refused = () if self.takes_chats else ("no chat template: completions only, chats are refused",)
@@ -155,14 +141,6 @@ class Session:
         return ModelOutline(self.model.max_model_len, _names_of(able), _names_of(inputs))
 
     @property
-    def chat_template(self) -> str | None:
-        return self._tokenizer.chat_template
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        return self._tokenizer.template_variables
-
-    @property
     def traits(self) -> ModelTraits:
         max_model_len = self.model.max_model_len
         return ModelTraits(
@@ -177,57 +155,25 @@ class Session:
         return self.takes_chats and self._family.tool_format is not None
 
     def start_processes(self) -> None:
-        """Start the media helper process in the background, so that the first requests do not wait for it."""
         if self._media is not None:
             self._media.start_process()
 
-    def stop(self, timeout_s: float | None = None) -> bool:
-        """Ends the engine's thread, as Engine.stop."""
-        return self._engine.stop(timeout_s)
-
     async def close(self) -> None:
-        """Ends the engine's thread and everything else of it. No request may follow."""
         if self._idle is not None:
             await self._idle.close()
-        await asyncio.to_thread(self._engine.stop)
-        self._text_work.close()
+        await super().close()
         self._constraints.close()
         if self._media is not None:
             self._media.close()
 
-    def health(self) -> str | None:
-        return self._engine.health()
-
-    @property
-    def memory(self) -> ModelMemory:
-        return self._engine.memory
-
-    async def set_budget(self, num_bytes: int) -> int:
-        """Change the bytes for states and caches, as far as requests in progress allow. Returns those from now on."""
-        return await self._engine.set_budget(num_bytes)
-
-    def warm_up_status(self) -> WarmUpStatus:
-        return self._engine.warm_up_status()
-
     async def status(self) -> EngineStatus:
-        """Raises EngineDead."""
-        self._refuse_if_dead()
-        status = await self._engine.status()
+        status = await super().status()
         return replace(
             status,
             adapters=self.adapters.status(status.requests),
             num_schema_violations=self._constraints.num_schema_violations + self._num_call_violations,
             num_malformed_calls=self._num_malformed_calls,
         )
-
-    async def clear_cache(self) -> int:
-        """Drop all entries of the prefix cache that are not in use. Returns the bytes freed. Raises EngineDead."""
-        self._refuse_if_dead()
-        return await self._engine.clear_cache()
-
-    async def abort(self, request_id: str) -> bool:
-        """Abort one prompt by its id (see `generation_ids`). Returns False if it is not in progress."""
-        return await self._engine.abort(request_id)
 
     def chat(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
         """Events of a chat's answers.
@@ -250,30 +196,15 @@ class Session:
         """
         return await self._chats.tokenize(request)
 
-    async def tokenize(self, text: str, *, adds_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a text. adds_special_tokens: as a document, with BOS if the tokenizer adds one."""
-        self._generations.refuse_oversized((text,), "prompt")
-        encode = self._tokenizer.encode_document if adds_special_tokens else self._tokenizer.encode
-        return tuple(await self._text_work.run((text,), naming("prompt", encode), text))
-
-    async def detokenize(self, token_ids: tuple[int, ...]) -> str:
-        """The text of token ids, special tokens by their names. Raises InvalidRequest for an invalid id."""
-        check_prompt_ids(token_ids, self.model.tokens, "tokens")
-        return await run_in_thread(self._tokenizer.decode_all, token_ids)
-
-    def _refuse_if_dead(self) -> None:
-        if (reason := self._engine.health()) is not None:
-            raise EngineDead(f"the engine is not running: {reason}")
-
     async def _answer(
         self,
         request: ChatRequest | CompletionRequest,
         prepare: Callable[[], Awaitable[Sequence[PromptOutputProcessor]]],
         on_answered: Callable[[Sequence[PromptOutputProcessor]], None] = lambda prompts: None,
     ) -> AsyncGenerator[Event, None]:
-        self._refuse_if_dead()
+        self.refuse_if_dead()
         async with AsyncExitStack() as open_streams:
-            await open_streams.enter_async_context(nullcontext() if self._idle is None else self._idle.put_off())
+            await open_streams.enter_async_context(nullcontext() if self._idle is None else self._idle.paused())
             prompts = await prepare()
             if request.options.forecast_beyond is not None:
                 yield await self._forecast(prompts, request.options.forecast_beyond)

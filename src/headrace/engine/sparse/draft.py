@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from headrace.config import Config
 from headrace.engine.draft_model import DraftModel, refused
-from headrace.engine.pool import PrefixCache
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.scoring import importance, num_scoring_layers
 from headrace.errors import GenerationFailed
@@ -60,10 +60,7 @@ def refuse_draft(draft: DraftModel) -> None:
 
 
 class SparseDraft:
-    """Scores prompts in chunks, in batches and with its own prefix cache.
-
-    Belongs to the engine's thread.
-    """
+    """Scores prompts in chunks, in batches and with its own prefix cache. Belongs to the engine's thread."""
 
     def __init__(
         self, name: str, runner: Runner, scheduler: Scheduler, prefixes: PrefixCache, weights_bytes: int
@@ -77,10 +74,6 @@ class SparseDraft:
         self._is_over = False
         self._lengths: dict[str, int] = {}
         """Of the prompts that are worked on."""
-
-    @property
-    def num_scoring(self) -> int:
-        return len(self._lengths)
 
     @property
     def reserved_bytes(self) -> int:
@@ -146,4 +139,4 @@ class SparseDraft:
 
     def _free(self) -> None:
         self.runner.free(self._scheduler.released())
-        self._scheduler.forget_ended()
+        self._scheduler.end_stages()

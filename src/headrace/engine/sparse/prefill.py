@@ -13,7 +13,7 @@ from dataclasses import replace
 from headrace.config import Config
 from headrace.engine.draft_model import DraftModel
 from headrace.engine.memory import fitting_context
-from headrace.engine.pool import PrefixCache, PrefixPool
+from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.runner import Runner
 from headrace.engine.sparse.draft import LOOKAHEAD, Importance, SparseDraft
 from headrace.engine.sparse.select import CHUNK, select
@@ -93,7 +93,6 @@ class SparsePrefill(Sparse):
         self._num_thinned = self._num_kept = self._num_dropped = 0
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
-        """Select the tokens of a long prompt; wait until it is scored."""
         if request.sparse_options is None:
             return plan
         reason = self._own_reason(request, request.sparse_options, len(request.prompt) - plan.num_cached)
@@ -150,9 +149,8 @@ class SparsePrefill(Sparse):
     ) -> PromptPlan:
         start, end = plan.num_cached, len(request.prompt)
         protected = (*sparse_options.protected, range(max(0, end - max(self._window, CHUNK)), end))
-        kept = select(
-            found[start:], start, self._keep if sparse_options.keep is None else sparse_options.keep, protected
-        )
+        share = self._keep if sparse_options.keep is None else sparse_options.keep
+        kept = select(found[start:], start, share, protected)
         num_dropped = end - start - len(kept)
         if not num_dropped:
             return self._whole(request, plan, Bypass.ALL_KEPT)
@@ -217,10 +215,10 @@ class SparsePrefill(Sparse):
             num_kept_tokens=self._num_kept,
             num_dropped_tokens=self._num_dropped,
             bypassed=tuple((reason.value, self._bypassed[reason]) for reason in Bypass),
-            num_scoring=self.draft.num_scoring,
+            num_scoring=len(self._scoring),
             weights_bytes=self.draft.weights_bytes,
-            state_bytes=self.draft.runner.state_bytes,
-            records_bytes=self.draft.prefixes.num_bytes,
+            state_bytes=self.state_bytes,
+            records_bytes=self.records_bytes,
         )
 
 
@@ -238,9 +236,9 @@ def start_sparse(
     max_model_len: the served model's. The rest as for SparsePrefill.
     """
     cost, knobs = draft.cost, config.engine
-    own, stages = PrefixCache(), []
+    own, stages = PrefixCache.off(), []
     if prefixes.is_on:
-        own = PrefixPool(draft.name, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
+        own = PrefixCache(draft.name, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots)
         stages.append(own)
     longest = max_model_len + LOOKAHEAD
     if draft.model.context_length is not None:

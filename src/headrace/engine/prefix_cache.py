@@ -74,6 +74,7 @@ class _Prompt:
     num_computed: tokens given to the runner.
     counts: whether it counts as a lookup, once it begins.
     snapshots, spans: copies of what it has computed that are not in the tree yet.
+    is_done: no request waits for it: it is stored, is not kept, or has ended.
     is_sparse: sparse prefill has changed what is computed.
     """
 
@@ -93,65 +94,7 @@ class _Prompt:
 
 
 class PrefixCache:
-    """The interface of a prefix cache, and one that keeps nothing."""
-
-    @property
-    def is_on(self) -> bool:
-        return False
-
-    @property
-    def num_bytes(self) -> int:
-        return 0
-
-    def status(self) -> CacheStatus | None:
-        return None
-
-    def num_cached(self, request: GenerationRequest) -> int:
-        """How many of a prompt's tokens a request would not compute if it came now; holds nothing."""
-        return 0
-
-    def restore(self, request_id: str, state: SequenceState) -> None:
-        """Bring a fresh state to the length that `prepare` found."""
-        raise NotImplementedError("nothing is cached")
-
-    def leave_out(self, request_id: str) -> None:
-        """The request's prompt is sparse: nothing of it is kept, and no request waits for it."""
-
-    def snapshot_points(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
-        """Lengths after `start`, up to and with `end`, at which the request's prompt leaves snapshots."""
-        return ()
-
-    def keep(self, request_id: str, snapshots: Mapping[int, SequenceRecord]) -> None:
-        """Take over snapshots from a chunk of the prompt."""
-
-    def copy(self, request_id: str, state: SequenceState) -> None:
-        """Copy what the prompt has computed and the tree lacks; the next step may write the state.
-
-        Nothing is in the tree until `store`, so a row that fails leaves nothing there.
-        """
-
-    def store(
-        self, request_id: str, token_ids: Sequence[int], state: SequenceState, *, was_drawn_from: bool = True
-    ) -> None:
-        """Put what a sequence of the request has computed into the tree, up to its committed length.
-
-        token_ids: at least that many. The first call that reaches the prompt's end releases waiting requests. A sparse
-        prompt is ignored.
-        was_drawn_from: tokens have been drawn, so the state is known to hold numbers; otherwise that is checked, which
-        waits for the device.
-        """
-
-    def evict(self, num_bytes: int) -> int:
-        """Free at least `num_bytes`, or all that isn't in use. Returns the bytes freed."""
-        return 0
-
-    def clear(self) -> int:
-        """Drop everything that isn't in use, on disk too. Returns the bytes of memory freed."""
-        return 0
-
-
-class PrefixPool(PrefixCache):
-    """The prefix cache of one engine."""
+    """The prefix cache of one engine. It ignores requests that it has not prepared."""
 
     def __init__(
         self,
@@ -166,32 +109,42 @@ class PrefixPool(PrefixCache):
 
         shortest_prefix: tokens of a prompt before the first snapshot inside it.
         """
+        self.is_on = True
         self._weights = weights
         self._has_spans = has_spans
         self.needs_snapshots = needs_snapshots
         self._shortest_prefix = shortest_prefix
         self._tree = PrefixTree(has_spans=has_spans, needs_snapshots=needs_snapshots)
         self._prompts: dict[str, _Prompt] = {}
+        self._awaited: dict[str, _Prompt] = {}
+        """The prompt in progress that each waiting request waits for."""
         self._disk = disk
         self._lookups: deque[LookupStatus] = deque(maxlen=MAX_LOOKUPS)
 
-    @property
-    def is_on(self) -> bool:
-        return True
+    @classmethod
+    def off(cls) -> PrefixCache:
+        """A cache that prepares no requests, so that it stays empty."""
+        cache = cls("", has_spans=True, needs_snapshots=False)
+        cache.is_on = False
+        return cache
 
     @property
     def num_bytes(self) -> int:
         return self._tree.num_bytes
 
-    def status(self) -> CacheStatus:
+    def status(self) -> CacheStatus | None:
+        if not self.is_on:
+            return None
         disk = None if self._disk is None else self._disk.status()
         return replace(self._tree.summary(), disk=disk, lookups=tuple(self._lookups))
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
         """Find and lock the cached part of the prompt; at least one token is left to compute."""
         lookup = self._look_up(request)
-        if self._is_worth_waiting(lookup):
+        if (other := self._worth_waiting_for(lookup)) is not None:
+            self._awaited[request.request_id] = other
             return WaitReason.PREFIX
+        self._awaited.pop(request.request_id, None)
         match = lookup.match
         restore = plan_restore(match, request.boundaries, needs_snapshots=self.needs_snapshots)
         self._tree.lock(match)
@@ -209,7 +162,10 @@ class PrefixPool(PrefixCache):
         return Lookup(namespace, key, self._tree.match(namespace, key, limit))
 
     def num_cached(self, request: GenerationRequest) -> int:
-        """In memory, on disk, or once a prompt in progress is computed."""
+        """How many of a prompt's tokens a request would not compute if it came now; holds nothing.
+
+        They are in memory, on disk, or in a prompt in progress.
+        """
         lookup = self._look_up(request)
         num_cached = lookup.match.num_tokens
         for other, common in self._in_progress(lookup):
@@ -224,19 +180,20 @@ class PrefixPool(PrefixCache):
         return num_cached
 
     def still_waits(self, request_id: str) -> bool:
-        """No: whether another prompt still helps is known only by looking again."""
-        return False
+        """Whether the prompt that the request waits for is still being computed: before, another look finds no more."""
+        other = self._awaited.get(request_id)
+        return other is not None and not other.is_done
 
-    def _is_worth_waiting(self, lookup: Lookup) -> bool:
-        """Whether a prompt in progress shares much more; it is then asked for a snapshot at the branch point."""
+    def _worth_waiting_for(self, lookup: Lookup) -> _Prompt | None:
+        """A prompt in progress that shares much more; it is then asked for a snapshot at the branch point."""
         for other, common in self._in_progress(lookup):
             if self.needs_snapshots:
                 if self._can_snapshot(other, common):
                     other.snapshot_points.add(common)
                 common = other.last_snapshot(common)
             if common - lookup.match.num_tokens >= WAIT_TOKENS:
-                return True
-        return False
+                return other
+        return None
 
     def _in_progress(self, lookup: Lookup) -> Iterator[tuple[_Prompt, int]]:
         """The prompts that are being computed, with the length of the prefix that each shares."""
@@ -269,6 +226,7 @@ class PrefixPool(PrefixCache):
         self._tree.insert(lookup.namespace, key, cut=cut if self._has_spans else None, snapshots=snapshots)
 
     def restore(self, request_id: str, state: SequenceState) -> None:
+        """Bring a fresh state to the length that `prepare` found."""
         held = self._tree.read(self._prompts[request_id].lookup.match)
         spans = []
         for span in held.spans:
@@ -279,12 +237,15 @@ class PrefixPool(PrefixCache):
         state.restore_parts(held.num_tokens, spans, snapshot)
 
     def leave_out(self, request_id: str) -> None:
-        prompt = self._prompts[request_id]
-        prompt.is_done = prompt.is_sparse = True
-        prompt.snapshot_points.clear()
+        """The request's prompt is sparse: nothing of it is kept, and no request waits for it."""
+        if (prompt := self._prompts.get(request_id)) is not None:
+            prompt.is_done = prompt.is_sparse = True
+            prompt.snapshot_points.clear()
 
     def snapshot_points(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
-        prompt = self._prompts[request_id]
+        """Lengths after `start`, up to and with `end`, at which the request's prompt leaves snapshots."""
+        if (prompt := self._prompts.get(request_id)) is None:
+            return ()
         if not prompt.has_begun:  # not before: a waiting request may be looked up again and again
             prompt.has_begun = True
             self._tree.use(prompt.lookup.match, counts=prompt.counts)
@@ -294,13 +255,18 @@ class PrefixPool(PrefixCache):
         return tuple(sorted(length for length in prompt.snapshot_points if start < length <= end))
 
     def keep(self, request_id: str, snapshots: Mapping[int, SequenceRecord]) -> None:
-        prompt = self._prompts[request_id]
-        prompt.snapshots.update(snapshots)
-        prompt.snapshot_points -= snapshots.keys()
+        """Take over snapshots from a chunk of the prompt."""
+        if (prompt := self._prompts.get(request_id)) is not None:
+            prompt.snapshots.update(snapshots)
+            prompt.snapshot_points -= snapshots.keys()
 
     def copy(self, request_id: str, state: SequenceState) -> None:
-        prompt = self._prompts[request_id]
-        if prompt.is_sparse:
+        """Copy what the prompt has computed and the tree lacks; the next step may write the state.
+
+        Nothing is in the tree until `store`, so a row that fails leaves nothing there.
+        """
+        prompt = self._prompts.get(request_id)
+        if prompt is None or prompt.is_sparse:
             return
         if self.needs_snapshots and not _is_near(state.length, prompt.snapshots):
             prompt.snapshots[state.length] = state.snapshot()
@@ -316,9 +282,15 @@ class PrefixPool(PrefixCache):
     def store(
         self, request_id: str, token_ids: Sequence[int], state: SequenceState, *, was_drawn_from: bool = True
     ) -> None:
-        if state.is_untouched:  # it was resumed and ended before its next step
+        """Put what a sequence of the request has computed into the tree, up to its committed length.
+
+        token_ids: at least that many. The first call that reaches the prompt's end releases waiting requests.
+        was_drawn_from: tokens have been drawn, so the state is known to hold numbers; otherwise that is checked, which
+        waits for the device.
+        """
+        prompt = self._prompts.get(request_id)
+        if prompt is None or state.is_untouched:  # resumed, and ended before its next step
             return
-        prompt = self._prompts[request_id]
         if prompt.is_sparse or not (was_drawn_from or state.is_finite()):
             return
         length = state.length
@@ -361,14 +333,17 @@ class PrefixPool(PrefixCache):
         disk.save(prompt.lookup.namespace, key, ends, state, spans, snapshots)
 
     def end(self, request_id: str) -> None:
-        prompt = self._prompts.pop(request_id, None)
-        if prompt is not None:
+        self._awaited.pop(request_id, None)
+        if (prompt := self._prompts.pop(request_id, None)) is not None:
+            prompt.is_done = True
             self._tree.unlock(prompt.lookup.match)
 
     def evict(self, num_bytes: int) -> int:
+        """Free at least `num_bytes`, or all that isn't in use. Returns the bytes freed."""
         return self._tree.evict(num_bytes)
 
     def clear(self) -> int:
+        """Drop everything that isn't in use, on disk too. Returns the bytes of memory freed."""
         if self._disk is not None:
             self._disk.clear()
         return self._tree.clear()

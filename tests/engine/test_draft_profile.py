@@ -12,7 +12,7 @@ from models.tiny_parts import VOCAB_SIZE
 
 from headrace.backend import device
 from headrace.config import Config, EngineConfig, ModelConfig
-from headrace.engine.drafting import Rehearsal
+from headrace.engine.drafting import ProfileRun
 from headrace.engine.engine import Engine
 from headrace.engine.head_check import load_head_check
 from headrace.errors import ConfigError
@@ -62,7 +62,7 @@ class NotedTimes(StepTimes):
 
 
 def test_in_exact_numerics_windows_compute_what_single_tokens_do(loaded: tuple[PackedModel, MtpHead]) -> None:
-    margin = Rehearsal(loaded[0], VOCAB_SIZE, Clock(0.0)).compare_windows()
+    margin = ProfileRun(loaded[0], VOCAB_SIZE, Clock(0.0)).compare_windows()
     assert margin.longest == 8
     assert margin.difference == 0.0
     assert 0 < margin.lead < 1
@@ -84,19 +84,19 @@ def test_a_window_that_computes_otherwise_is_noticed(
         return logits + 0.25 if num_tokens == spoiled else logits
 
     monkeypatch.setattr(PackedModel, "forward", forward)
-    margin = Rehearsal(loaded[0], VOCAB_SIZE, Clock(0.0)).compare_windows()
+    margin = ProfileRun(loaded[0], VOCAB_SIZE, Clock(0.0)).compare_windows()
     assert margin.difference == pytest.approx(0.25 / largest, rel=1e-4)
     assert f"{margin.difference:.1e} of the largest" in str(margin)
 
 
 def test_windows_are_compared_as_far_as_time_allows(loaded: tuple[PackedModel, MtpHead]) -> None:
-    assert Rehearsal(loaded[0], VOCAB_SIZE, Clock(0.2)).compare_windows().longest == 3
+    assert ProfileRun(loaded[0], VOCAB_SIZE, Clock(0.2)).compare_windows().longest == 3
 
 
 def test_steps_are_timed_with_and_without_drafts(loaded: tuple[PackedModel, MtpHead]) -> None:
     trunk, head = loaded
     times = NotedTimes()
-    Rehearsal(trunk, VOCAB_SIZE, Clock(0.001)).time_steps(HeadDrafter(head), times, 16)
+    ProfileRun(trunk, VOCAB_SIZE, Clock(0.001)).time_steps(HeadDrafter(head), times, 16)
     # all steps take what the clock goes on by between two looks
     assert times.noted == {(number, number): [pytest.approx(1.0)] * 2 for number in (1, 2, 4)}
 
@@ -104,14 +104,14 @@ def test_steps_are_timed_with_and_without_drafts(loaded: tuple[PackedModel, MtpH
 def test_no_more_drafts_are_timed_than_are_allowed(loaded: tuple[PackedModel, MtpHead]) -> None:
     trunk, head = loaded
     times = NotedTimes()
-    Rehearsal(trunk, VOCAB_SIZE, Clock(0.001)).time_steps(HeadDrafter(head), times, 1)
+    ProfileRun(trunk, VOCAB_SIZE, Clock(0.001)).time_steps(HeadDrafter(head), times, 1)
     assert list(times.noted) == [(1, 1)]
 
 
 def test_a_slow_machine_is_not_kept_from_its_work(loaded: tuple[PackedModel, MtpHead]) -> None:
     trunk, head = loaded
     times = NotedTimes()
-    Rehearsal(trunk, VOCAB_SIZE, Clock(2.0)).time_steps(HeadDrafter(head), times, 16)
+    ProfileRun(trunk, VOCAB_SIZE, Clock(2.0)).time_steps(HeadDrafter(head), times, 16)
     assert times.noted == {}
 
 
