@@ -46,6 +46,7 @@ class CompiledSteps:
     def __init__(self, body: Body, mixers: Mapping[LayerKey, FusedMixer], windows: Windows, kernels: Kernels) -> None:
         """windows: of the mixers, in their order."""
         self._body = body
+        self._mixers = mixers
         self._kernels = kernels
         self._kinds: dict[tuple[type[FusedMixer], Any], dict[LayerKey, Any]] = {}
         """Layers whose mixers have the same tables, by class and window."""
@@ -108,11 +109,13 @@ class CompiledSteps:
         sizes = num_tokens, num_picks, len(axes), not given_ids
         run = self._variants.find((layout, sizes, variant), partial(self._new_variant, layout, sizes))
         arrays = [array for inputs in by_kind for array in inputs.arrays]
-        outputs, of_kinds = run(numbers, arrays, given_ids, [_filled(each, 1, num_tokens) for each in others])
-        for ((kind, window), mixers), own in zip(self._kinds.items(), of_kinds, strict=True):
-            kind.keep_outputs(step, mixers, window, own)
-        results: list[mx.array] = outputs
-        return results
+        results, of_layers = run(numbers, arrays, given_ids, [_filled(each, 1, num_tokens) for each in others])
+        for (layer, mixer), outputs in zip(self._mixers.items(), of_layers, strict=True):
+            if outputs:
+                assert isinstance(mixer, CudaDeltaMixer)
+                mixer.keep(step, layer, outputs)
+        found: list[mx.array] = results
+        return found
 
     def _new_variant(self, layout: _Layout, sizes: _Sizes) -> Callable[..., Any]:
         self.num_new_variants += 1
@@ -128,8 +131,8 @@ class CompiledSteps:
         arrays: Sequence[mx.array],
         given_ids: Sequence[mx.array],
         others: Sequence[mx.array],
-    ) -> tuple[list[mx.array], list[list[list[mx.array]]]]:
-        """The step with placeholders for everything that changes. Returns the body's results, and each layer's by kind.
+    ) -> tuple[list[mx.array], list[list[mx.array]]]:
+        """The step with placeholders for everything that changes. Returns the body's results, and each layer's outputs.
 
         numbers: the number of real tokens, picks, positions, the ids if the host knows them, and the tables.
         """
@@ -152,8 +155,8 @@ class CompiledSteps:
                 start += num_own
         compiled = CompiledLayers(inputs, num_real)
         step = PackedStep((), positions, self._kernels, compiled)
-        outputs = self._body(step, ids, picks if num_picks else None, others)
-        return outputs, [[list(compiled.outputs.get(layer, ())) for layer in mixers] for mixers in self._kinds.values()]
+        results = self._body(step, ids, picks if num_picks else None, others)
+        return results, [list(compiled.outputs.get(layer, ())) for layer in self._mixers]
 
 
 def _filled(array: mx.array, axis: int, length: int) -> mx.array:

@@ -190,15 +190,6 @@ class CudaAttentionMixer(nn.Module):
             plan = _plan_buffers(step, states, window)
         return KernelInputs(plan.tables, arrays, plan.max_tokens) if all(plan.is_fused) else None
 
-    @staticmethod
-    def keep_outputs(
-        step: PackedStep,
-        mixers: Mapping[LayerKey, CudaAttentionMixer],
-        window: Any,
-        outputs: Sequence[Sequence[mx.array]],
-    ) -> None:
-        """There are none: keys and values are written in place."""
-
     def _stored(self, layer: LayerKey, slabs: Sequence[Slab]) -> list[mx.array]:
         """Keys and values of the slabs, made where no row has written the layer."""
         for slab in slabs:

@@ -107,8 +107,8 @@ class CudaDeltaMixer(nn.Module):
         tables = [step.shared(table) for table in (plan.table, plan.stops) if table]
         inputs = KernelInputs(tables, self.table(plan.slots, layer), plan.max_tokens)
         output, outputs = self.compute(x, inputs, residual)
-        if plan.stops:
-            plan.left.states[layer], plan.left.contexts[layer] = outputs
+        if outputs:
+            self.keep(step, layer, outputs)
         return output
 
     def compute(
@@ -145,18 +145,10 @@ class CudaDeltaMixer(nn.Module):
         stops = (*plan.stops, *[(0,)] * (num_stops - len(plan.stops)))
         return KernelInputs((table, stops), arrays, size.num_tokens)
 
-    @staticmethod
-    def keep_outputs(
-        step: PackedStep,
-        mixers: Mapping[LayerKey, CudaDeltaMixer],
-        window: Any,
-        outputs: Sequence[Sequence[mx.array]],
-    ) -> None:
-        """Keep what the layers have left at snapshot points; all else is written in place."""
-        plan = next(iter(mixers.values()))._plan(step)
-        if plan.stops:
-            for layer, own in zip(mixers, outputs, strict=True):
-                plan.left.states[layer], plan.left.contexts[layer] = own
+    def keep(self, step: PackedStep, layer: LayerKey, outputs: Sequence[mx.array]) -> None:
+        """outputs: states and raw inputs at the stops, which the rows' snapshots are taken from."""
+        left = self._plan(step).left
+        left.states[layer], left.contexts[layer] = outputs
 
     def _plan(self, step: PackedStep) -> _DeltaPlan:
         return step.cached(_DeltaPlan, lambda: _plan(step, self._num_context))
