@@ -92,11 +92,12 @@ class PackedModel:
 
     def graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None = None) -> mx.array:
         """As `forward`, but not launched as a whole: evaluate the logits before anything else is done with the rows."""
-        if self._compiled is not None and not _has_adapters(rows):
+        loras = self.loras if any(row.adapter != BASE for row in rows) else None
+        if self._compiled is not None and loras is None:
             are_windows = [row.is_window and row.recorder is None for row in rows]
             if any(are_windows) and not all(are_windows):
                 return self._in_two(rows, are_windows, picks, ids)
-        return self._graph(rows, picks, ids)
+        return self._graph(rows, picks, ids, loras)
 
     def _in_two(
         self, rows: Sequence[Row], are_windows: Sequence[bool], picks: Sequence[int], ids: mx.array | None
@@ -115,7 +116,7 @@ class PackedModel:
             own_ids = None if ids is None or are_known else mx.take(ids, to_device(tokens, mx.int32))
             if not wanted:  # any token's logits, so that there is something to launch
                 own_rows, own_picks = [replace(row, recorder=None) for row in own_rows], [len(tokens) - 1]
-            found = self._graph(own_rows, own_picks, own_ids)
+            found = self._graph(own_rows, own_picks, own_ids, None)
             mx.async_eval(found)
             parts.append(found[: len(wanted)])
             order += wanted
@@ -123,11 +124,11 @@ class PackedModel:
         back = sorted(range(len(order)), key=order.__getitem__)
         return logits if back == list(range(len(back))) else logits[to_device(back, mx.int32)]
 
-    def _graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None) -> mx.array:
-        step = self._pack(rows, picks)
-        if step.loras is None:
+    def _graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None, loras: Loras | None) -> mx.array:
+        step = self._pack(rows, picks, loras)
+        if loras is None:
             return self._graph_of(step, rows, picks, ids)
-        with step.loras.step([row.adapter for row in rows for _ in row.token_ids], picks):
+        with loras.step([row.adapter for row in rows for _ in row.token_ids], picks):
             return self._graph_of(step, rows, picks, ids)
 
     def _graph_of(self, step: PackedStep, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None) -> mx.array:
@@ -219,7 +220,7 @@ class PackedModel:
         hidden, tap.hidden = tap.hidden, None
         return [logits] if hidden is None else [logits, hidden]
 
-    def _pack(self, rows: Sequence[Row], picks: Sequence[int]) -> PackedStep:
+    def _pack(self, rows: Sequence[Row], picks: Sequence[int], loras: Loras | None) -> PackedStep:
         lo = 0
         for row in rows:
             row.pack(lo, row.state.length, row.state.num_certain)
@@ -230,7 +231,6 @@ class PackedModel:
                 row.picks = tuple(pick for pick in picks if row.lo <= pick < row.hi)
                 if row.picks:
                     row.recorder.begin()
-        loras = self.loras if _has_adapters(rows) else None
         return PackedStep(rows, packed_positions(rows), self.kernels, loras=loras)
 
     @property
@@ -327,7 +327,3 @@ class PackedModel:
         """Restore the untouched model; this object can't be used afterwards."""
         self._deepstack.restore()
         self._patches.restore()
-
-
-def _has_adapters(rows: Sequence[Row]) -> bool:
-    return any(row.adapter != BASE for row in rows)

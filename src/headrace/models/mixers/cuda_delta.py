@@ -50,7 +50,7 @@ class _DeltaPlan:
     left: Stops = field(default_factory=Stops)
 
 
-def _plan(step: PackedStep, num_context: int) -> _DeltaPlan:
+def _make_plan(step: PackedStep, num_context: int) -> _DeltaPlan:
     """Open each row's window; all layers of a step share the plan, see `PackedStep.cached`."""
     slots = [row.state.recurrent(partial(TableState, row.state.pool.delta, num_context)) for row in step.rows]
     are_windows = all(row.is_window for row in step.rows)
@@ -151,7 +151,7 @@ class CudaDeltaMixer(nn.Module):
         left.states[layer], left.contexts[layer] = outputs
 
     def _plan(self, step: PackedStep) -> _DeltaPlan:
-        return step.cached(_DeltaPlan, lambda: _plan(step, self._num_context))
+        return step.cached(_DeltaPlan, lambda: _make_plan(step, self._num_context))
 
     def table(self, slots: Sequence[TableState], layer: LayerKey) -> shapes.DeltaTable:
         return slots[0].tables.prepare(layer, self._shape, self._dtype)
