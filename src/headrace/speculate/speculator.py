@@ -130,34 +130,35 @@ class Speculator:
 
         Proposes none if the next step of any row is launched already.
         """
-        for one in decoding:
-            one.row.begin_step(len(one.token_ids))
-            if one.row.has_failed:
-                self.drafter.skip(one.state)
         rows = [one.row for one in decoding]
+        for one, row in zip(decoding, rows, strict=True):
+            row.begin_step(len(one.token_ids))
+            if row.has_failed:
+                self.drafter.skip(one.state)
         self._has_attempted = not any(one.is_ahead for one in decoding) and not self.may_overlap(rows)
         self._prefill_s = 0.0
         if self._has_attempted:
-            self._attempt(decoding)
-        self._catch_up_pending([one for one in decoding if not (one.row.has_failed or one.row.drafts.num_drafts)])
+            self._attempt(decoding, rows)
+        self._catch_up_pending(
+            [one for one, row in zip(decoding, rows, strict=True) if not (row.has_failed or row.drafts.ranked)]
+        )
 
-    def _attempt(self, decoding: Sequence[Drafting]) -> None:
-        rows = [one.row for one in decoding]
-        for one in decoding:
-            if one.row.may_draft:
-                with self._isolated([one.row]):
-                    self._rank(one, uses_model=True)
-        if any(one.row.forecast.prefill_s for one in decoding):
-            self._prefill(decoding)
-        with self._isolated([row for row in rows if row.may_draft]):
+    def _attempt(self, decoding: Sequence[Drafting], rows: Sequence[DraftState]) -> None:
+        drafted = [(one, row) for one, row in zip(decoding, rows, strict=True) if row.may_draft]
+        for one, row in drafted:
+            with self._isolated([row]):
+                self._rank(one, row, uses_model=True)
+        if any(row.forecast.prefill_s for row in rows):
+            self._prefill(decoding, rows)
+        with self._isolated([row for _, row in drafted]):
             for row, depth in zip(rows, self._planner.plan([row.forecast for row in rows]), strict=True):
                 row.drafts = row.drafts.first(depth)
-            self._draft_by_model([one for one in decoding if one.row.drafts.uses_model])
+            self._draft_by_model([(one, row) for one, row in drafted if row.drafts.uses_model])
 
-    def _rank(self, one: Drafting, *, uses_model: bool) -> None:
+    def _rank(self, one: Drafting, row: DraftState, *, uses_model: bool) -> None:
         """Find all that could be drafted for a row, after any prefill that the drafter needs."""
-        row, token_ids = one.row, one.token_ids
-        limit = min(row.max_drafts, one.room)
+        token_ids, room = one.token_ids, one.room
+        limit = min(row.max_drafts, room)
         if limit < 1:
             return
         if row.copies is None:
@@ -167,34 +168,35 @@ class Speculator:
         forced, copied = one.forced_tokens(limit), row.copies.propose(limit)
         num_model = limit * uses_model
         row.drafts = self._ranking.best(row.record, limit, forced=forced, copied=copied, num_model=num_model)
-        prefill_s = self.drafter.prefill_s(one.state, len(token_ids)) if row.drafts.uses_model else 0.0
-        row.forecast = DraftForecast(row.drafts.survival, row.drafts.uses_model, len(token_ids), prefill_s, one.room)
+        needs_model = row.drafts.uses_model
+        prefill_s = self.drafter.prefill_s(one.state, len(token_ids)) if needs_model else 0.0
+        row.forecast = DraftForecast(row.drafts.survival, needs_model, len(token_ids), prefill_s, room)
 
-    def _prefill(self, decoding: Sequence[Drafting]) -> None:
+    def _prefill(self, decoding: Sequence[Drafting], rows: Sequence[DraftState]) -> None:
         """Let the draft model process texts that it lacks. Rows that still lack some get what can be drafted now."""
-        with self._isolated([one.row for one in decoding if one.row.may_draft]):
-            chosen = self._planner.prefills([one.row.forecast for one in decoding])
+        with self._isolated([row for row in rows if row.may_draft]):
+            chosen = self._planner.prefills([row.forecast for row in rows])
             if chosen:
                 texts = [(decoding[number].state, decoding[number].token_ids) for number in chosen]
                 self._prefill_s = self.drafter.prefill(texts)
-        for one in decoding:
-            with self._isolated([one.row]):
-                if one.row.forecast.prefill_s and self.drafter.prefill_s(one.state, len(one.token_ids)):
-                    self._rank(one, uses_model=False)
-                one.row.forecast = one.row.forecast._replace(prefill_s=0.0)
+        for one, row in zip(decoding, rows, strict=True):
+            with self._isolated([row]):
+                if row.forecast.prefill_s and self.drafter.prefill_s(one.state, row.forecast.num_context):
+                    self._rank(one, row, uses_model=False)
+                row.forecast = row.forecast._replace(prefill_s=0.0)
 
-    def _draft_by_model(self, rows: Sequence[Drafting]) -> None:
-        if not rows:
+    def _draft_by_model(self, drafted: Sequence[tuple[Drafting, DraftState]]) -> None:
+        if not drafted:
             return
-        rows = sorted(rows, key=lambda one: -one.row.drafts.num_drafts)
+        drafted = sorted(drafted, key=lambda each: -len(each[1].drafts.ranked))
         batch = self.drafter.draft(
             [
-                DraftRow(one.state, one.token_ids, one.row.drafts.num_drafts, one.settings, one.entry_media)
-                for one in rows
+                DraftRow(one.state, one.token_ids, len(row.drafts.ranked), one.settings, one.entry_media)
+                for one, row in drafted
             ]
         )
-        for number, one in enumerate(rows):
-            one.row.drafts = Drafts((), one.row.drafts.ranked, batch, number)
+        for number, (_, row) in enumerate(drafted):
+            row.drafts = Drafts((), row.drafts.ranked, batch, number)
 
     def _catch_up_pending(self, rows: Sequence[Drafting]) -> None:
         """Let the drafter catch up for rows without drafts: once one row needs it, also for those that soon will."""
@@ -255,7 +257,8 @@ class Speculator:
         return isolated(partial(self._fail, rows))
 
     def _fail(self, rows: Sequence[DraftState], error: Exception) -> None:
-        logger.error("drafting failed for %d sequences, which continue without drafts", len(rows), exc_info=error)
-        self.num_failures += len(rows)
-        for row in rows:
+        failed = [row for row in rows if not row.has_failed]
+        logger.error("drafting failed for %d sequences, which continue without drafts", len(failed), exc_info=error)
+        self.num_failures += len(failed)
+        for row in failed:
             row.fail()
