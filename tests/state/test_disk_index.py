@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.prefix.key import Namespace
-from headrace.state import disk_index, disk_records
+from headrace.state import disk_index
 from headrace.state.disk_index import MARK_BYTES, Digests, DiskIndex
-from headrace.state.disk_records import missing_files
 
-DIGESTS = Digests(b"k" * 32)
+DIGESTS = Digests(b"k" * 32, "weights")
 ROOT = DIGESTS.root(Namespace("weights"))
 KEYS = st.lists(st.integers(0, 1), max_size=14).map(tuple)
 
@@ -19,13 +18,12 @@ KEYS = st.lists(st.integers(0, 1), max_size=14).map(tuple)
 @pytest.fixture(autouse=True, scope="module")
 def short_blocks() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (disk_index, disk_records):
-            patch.setattr(module, "BLOCK_TOKENS", 3)
+        patch.setattr(disk_index, "BLOCK_TOKENS", 3)
         yield
 
 
 def save(index: DiskIndex, key: tuple[int, ...], ends: list[int], root: bytes = ROOT) -> None:
-    missing, known = missing_files(DIGESTS, "v2-" + "0" * 16, root, key, ends, index.__contains__, index.has_spans)
+    missing, known = index.missing(root, key, ends, ())
     assert not {file.name for file in missing} & set(known)
     for file in missing:
         index.add(file.entry(DIGESTS))

@@ -26,8 +26,8 @@ from pathlib import Path
 from headrace.isolation import isolated
 from headrace.prefix.key import Namespace
 from headrace.state.disk_folder import DiskFolder
-from headrace.state.disk_index import Digests, DiskIndex, DiskMatch, Entry, model_prefix
-from headrace.state.disk_records import Load, Save, entry_of, missing_files
+from headrace.state.disk_index import Digests, DiskIndex, DiskMatch, Entry
+from headrace.state.disk_records import Load, Save, entry_of
 from headrace.state.disk_times import DiskTimes
 from headrace.state.record_file import BadFile, read_about, write_file
 from headrace.state.records import SequenceRecord, SpanRecord
@@ -70,8 +70,7 @@ class DiskTier:
         self._folder.remove_useless()
         self._layout = layout
         self.weights = weights
-        self._model = model_prefix(weights)
-        self._digests = Digests(self._folder.key())
+        self._digests = Digests(self._folder.key(), weights)
         self._index = DiskIndex(self._digests, has_spans=layout.has_spans, needs_snapshots=layout.needs_snapshots)
         self._times = DiskTimes(prefill_tokens_per_s)
         self._max_pending_bytes = max_pending_bytes
@@ -127,7 +126,7 @@ class DiskTier:
     def _scan(self) -> None:
         """Find this model's files; damaged ones are removed."""
         for file in self._folder.files():
-            if not file.name.startswith(self._model):
+            if not file.name.startswith(self._digests.model):
                 continue
             try:
                 with self._folder.open(file.name) as opened:
@@ -154,9 +153,7 @@ class DiskTier:
         snapshots: by length, all of `ends` if the model needs them.
         """
         root = self._digests.root(namespace)
-        missing, known = missing_files(
-            self._digests, self._model, root, key, ends, self._is_known, self._layout.has_spans
-        )
+        missing, known = self._index.missing(root, key, ends, self._pending)
         try:
             save = Save.of(missing, known, state, spans, snapshots, self._room_bytes())
         except NotStorable as error:
@@ -168,9 +165,6 @@ class DiskTier:
         if save.files or known:
             self._pending.update((file.name, file.num_bytes) for file in save.files)
             self._staging.append((save, save.to_host()))
-
-    def _is_known(self, name: str) -> bool:
-        return name in self._index or name in self._pending
 
     def _room_bytes(self) -> int:
         return min(self._max_pending_bytes, self.memory_bytes) - self.pending_bytes

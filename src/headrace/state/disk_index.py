@@ -14,7 +14,7 @@ No file reveals its tokens, by their ids or otherwise: digests are made with a k
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -31,10 +31,13 @@ FORMAT_VERSION = 2
 
 
 class Digests:
-    """Digests of prompts under one key. Any thread may use them."""
+    """Digests of a model's prompts under one key. Any thread may use them."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, weights: str) -> None:
+        """weights: fingerprint of the weights and their format."""
         self.key = key
+        self.model = f"v{FORMAT_VERSION}-{blake2b(weights.encode(), digest_size=8).hexdigest()}"
+        """Begins the names of the model's files."""
 
     def root(self, namespace: Namespace) -> bytes:
         """Where the chain of a namespace begins. It does not reveal the salt."""
@@ -60,16 +63,6 @@ class Digests:
         return b"".join(marks)
 
 
-def file_name(model: str, digest: bytes, *, is_tail: bool) -> str:
-    """model: see `model_prefix`. digest: of the file's tokens and all before them."""
-    return f"{model}-{'tail' if is_tail else 'block'}-{digest.hex()}.safetensors"
-
-
-def model_prefix(weights: str) -> str:
-    """Begins the names of a model's files: the version of the format, and a digest of the model's fingerprint."""
-    return f"v{FORMAT_VERSION}-{blake2b(weights.encode(), digest_size=8).hexdigest()}"
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A file. before: digest of the blocks before its first token, `start`. marks: see Digests.
@@ -88,6 +81,28 @@ class Entry:
     @property
     def end(self) -> int:
         return self.start + len(self.marks) // MARK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file to write. before, digest: as in its Entry. num_bytes: approximate, 0 if unknown."""
+
+    name: str
+    before: bytes
+    digest: bytes
+    start: int
+    tokens: tuple[int, ...]
+    is_tail: bool
+    num_bytes: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def entry(self, digests: Digests) -> Entry:
+        """The file's entry, with the approximate size."""
+        marks = digests.marks(self.before, self.tokens)
+        return Entry(self.name, self.before, self.digest, self.start, marks, self.is_tail, self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +138,6 @@ class DiskIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
     def add(self, entry: Entry) -> None:
         with self._lock:
             self._entries[entry.name] = entry
@@ -157,6 +169,32 @@ class DiskIndex:
             self._blocks.clear()
             self._following.clear()
         return names
+
+    def missing(
+        self, root: bytes, key: tuple[int, ...], ends: Sequence[int], pending: Container[str]
+    ) -> tuple[list[NewFile], list[str]]:
+        """The missing files for a key's blocks and for states of its first `ends` tokens; the names of existing ones.
+
+        Both in token order, blocks before tails. pending: names of files that are being written.
+        """
+        chain = [root]
+        parts: list[tuple[int, int, bool]] = []
+        for start in range(0, len(key) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            chain.append(self._digests.after(chain[-1], key[start : start + BLOCK_TOKENS]))
+            if self.has_spans:
+                parts.append((start, start + BLOCK_TOKENS, False))
+        parts += [(end - end % BLOCK_TOKENS, end, True) for end in ends]
+        missing: list[NewFile] = []
+        known: list[str] = []
+        for start, end, is_tail in parts:
+            before, tokens = chain[start // BLOCK_TOKENS], key[start:end]
+            digest = self._digests.after(before, tokens)
+            name = f"{self._digests.model}-{'tail' if is_tail else 'block'}-{digest.hex()}.safetensors"
+            if name in self._entries or name in pending:
+                known.append(name)
+            else:
+                missing.append(NewFile(name, before, digest, start, tokens, is_tail))
+        return missing, known
 
     def match(self, root: bytes, key: tuple[int, ...], limit: int) -> DiskMatch | None:
         """The longest state held for a key, of at most `limit` tokens; None if there is none."""

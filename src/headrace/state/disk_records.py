@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from headrace.state.attention import KVRecord
 from headrace.state.disk_folder import DiskFolder
-from headrace.state.disk_index import BLOCK_TOKENS, DIGEST_BYTES, MARK_BYTES, Digests, Entry, file_name
+from headrace.state.disk_index import BLOCK_TOKENS, DIGEST_BYTES, MARK_BYTES, Entry, NewFile
 from headrace.state.layer import LayerKey
 from headrace.state.record_file import BadFile, HostArray, join, mlx_array, read_file, to_host
 from headrace.state.records import SequenceRecord, SpanRecord
@@ -24,61 +24,6 @@ from headrace.state.stored_state import Description, StateLayout, describe, rebu
 
 HEAD_BYTES = 16_384
 """What a file's header takes besides its arrays, on the large side."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewFile:
-    """A file to write. before, digest: as in its Entry. num_bytes: approximate, 0 if unknown."""
-
-    name: str
-    before: bytes
-    digest: bytes
-    start: int
-    tokens: tuple[int, ...]
-    is_tail: bool
-    num_bytes: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-    def entry(self, digests: Digests) -> Entry:
-        """The file's entry, with the approximate size."""
-        marks = digests.marks(self.before, self.tokens)
-        return Entry(self.name, self.before, self.digest, self.start, marks, self.is_tail, self.num_bytes)
-
-
-def missing_files(
-    digests: Digests,
-    model: str,
-    root: bytes,
-    key: tuple[int, ...],
-    ends: Sequence[int],
-    is_known: Callable[[str], bool],
-    has_spans: bool,
-) -> tuple[list[NewFile], list[str]]:
-    """The missing files for a key's blocks and for states of its first `ends` tokens; and the names of existing ones.
-
-    Both in token order, blocks before tails.
-    """
-    chain = [root]
-    parts: list[tuple[int, int, bool]] = []
-    for start in range(0, len(key) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        chain.append(digests.after(chain[-1], key[start : start + BLOCK_TOKENS]))
-        if has_spans:
-            parts.append((start, start + BLOCK_TOKENS, False))
-    parts += [(end - end % BLOCK_TOKENS, end, True) for end in ends]
-    missing: list[NewFile] = []
-    known: list[str] = []
-    for start, end, is_tail in parts:
-        before, tokens = chain[start // BLOCK_TOKENS], key[start:end]
-        digest = digests.after(before, tokens)
-        name = file_name(model, digest, is_tail=is_tail)
-        if is_known(name):
-            known.append(name)
-        else:
-            missing.append(NewFile(name, before, digest, start, tokens, is_tail))
-    return missing, known
 
 
 @dataclass(slots=True)

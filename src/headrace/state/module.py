@@ -75,7 +75,8 @@ class ModuleState:
         if num_kept == num_window:
             self._replay = None
         elif self._replay is None:
-            _trim(self._cache, num_window - num_kept)
+            for one in _as_list(self._cache):
+                one.trim(num_window - num_kept)
         else:
             self._replay = replace(self._replay, inputs=self._replay.inputs[:, :num_kept])
 
@@ -132,11 +133,6 @@ def _trims(cache: Any) -> bool:
     ConcatenateKVCache puts new tokens after them.
     """
     return all(type(part) is KVCache for one in _as_list(cache) for part in caches_in(one))
-
-
-def _trim(cache: Any, num_tokens: int) -> None:
-    for one in _as_list(cache):
-        one.trim(num_tokens)
 
 
 def _as_list(cache: Any) -> list[Any]:

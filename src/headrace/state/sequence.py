@@ -177,13 +177,15 @@ class SequenceState:
             record = joined_record(self.length, *self._restored)
             self._restored = (), record
             return record
-        return self._record(lambda state: True)
+        return self._record(sliceable=True)
 
-    def _record(self, wants: Callable[[Any], bool]) -> SequenceRecord:
+    def _record(self, *, sliceable: bool) -> SequenceRecord:
+        """sliceable: also of the layers that are."""
         if self.num_open:
             raise RuntimeError("a window is open: commit or roll back before a checkpoint")
         self._check_layers()
-        layers = {key: state.checkpoint(self.length) for key, state in self._layers.items() if wants(state)}
+        recorded = {key: state for key, state in self._layers.items() if sliceable or not state.is_sliceable}
+        layers = {key: state.checkpoint(self.length) for key, state in recorded.items()}
         if self._recurrent is not None:
             layers.update(self._recurrent.checkpoint())
         self.pool.launch([array for record in layers.values() for array in record.arrays])
@@ -208,7 +210,7 @@ class SequenceState:
 
     def snapshot(self) -> SequenceRecord:
         """A record of the windowed and opaque layers at the committed length. Raises RuntimeError if `is_untouched`."""
-        return self._record(lambda state: not state.is_sliceable)
+        return self._record(sliceable=False)
 
     def copy_span(self, start: int, end: int) -> SpanRecord:
         """A copy of the keys and values of full attention layers for the committed tokens `start` to `end`.
