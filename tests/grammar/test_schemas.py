@@ -133,6 +133,16 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "/",
     ),
     "false": (False, "false", "/"),
+    "an id that no float holds": (
+        {"properties": {"id": {"enum": [1, 1234567890123456789]}}},
+        "digits",
+        "/properties/id",
+    ),
+    "such a number inside of a const": ({"const": {"a": [2**53 + 1]}}, "digits", "/"),
+    "a const beyond 64 bits": ({"const": -(2**63)}, "digits", "/"),
+    "a lower bound beyond 64 bits": ({"type": "integer", "minimum": 2**63}, "digits", "/"),
+    "an upper bound beyond 64 bits": ({"type": "integer", "exclusiveMaximum": -(2**70)}, "digits", "/"),
+    "a factor that no float holds": ({"type": "integer", "multipleOf": 2**53 + 1}, "digits", "/"),
 }
 
 

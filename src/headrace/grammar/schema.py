@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache
@@ -31,6 +32,12 @@ _SINGLES = (
     *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"),
     *("contains", "propertyNames", "not", "if", "then", "else"),
 )
+_BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+"""Keywords with their signs: with a sign, all are lower bounds."""
+
+_LARGEST = (1 << 63) - (1 << 10)
+"""The largest float below what 64 bits hold."""
+
 _DEFINITIONS = ("$schema", "$id", "$defs", "definitions")
 
 _LOCATING_S = 0.5
@@ -48,7 +55,7 @@ def compiled_schema(schema: Any, param: str, *, is_checked: bool = False) -> Any
     try:
         if not is_checked:
             check_schema(schema, param)
-        normal = _normalised(schema)
+        normal = _with_exact_numbers(_normalised(schema), param)
         if (fault := _llguidance_fault(normal)) is not None:
             raise InvalidRequest(_located(normal, fault), param=param)
     except RecursionError as error:
@@ -144,6 +151,53 @@ def _normalised(schema: Any) -> Any:
         kept = {name: changed.pop(name) for name in _DEFINITIONS if name in changed}
         changed = {**kept, "anyOf": [changed, {"type": "null"}]}
     return changed
+
+
+def _with_exact_numbers(schema: Any, param: str) -> Any:
+    """The schema with integers as llguidance takes them: floats hold them, and so do 64 bits.
+
+    Bounds become a bit narrower where they must. Raises InvalidRequest where other numbers would have to change.
+    """
+    for path, part in _parts(schema, ()):
+        if isinstance(part, Mapping) and not _can_be_exact(part):
+            fault = f"at {_pointer(path)}: a number has too many digits"
+            raise InvalidRequest(f"the JSON schema can't be enforced: {fault}", param=param)
+    return _with_narrower_bounds(schema)
+
+
+def _can_be_exact(part: Mapping[str, Any]) -> bool:
+    values = [part.get("const"), part.get("enum"), part.get("multipleOf")]
+    bounds = [sign * part[name] for name, sign in _BOUNDS.items() if _is_integer(part.get(name))]
+    return all(abs(each) < 1 << 63 and int(float(each)) == each for each in _integers(values)) and all(
+        each <= _LARGEST for each in bounds
+    )
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if _is_integer(value):
+        yield value
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        yield from _integers(each)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _with_narrower_bounds(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = _with_subschemas_changed(schema, _with_narrower_bounds)
+    for name, sign in _BOUNDS.items():
+        if _is_integer(changed.get(name)):
+            changed[name] = sign * _float_from(max(sign * changed[name], -_LARGEST))
+    return changed
+
+
+def _float_from(number: int) -> int:
+    """The least integer from this one on that a float holds."""
+    nearest = float(number)
+    return int(nearest if nearest >= number else math.nextafter(nearest, math.inf))
 
 
 def _with_subschemas_changed(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
