@@ -227,6 +227,7 @@ def test_a_schema_that_comes_as_text_is_counted() -> None:
 
 CALL = {"function": {"name": "f", "arguments": "{}"}}
 USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+ASK = {"role": "user", "content": "And?"}
 ITEM = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 
 
@@ -234,7 +235,10 @@ ITEM = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     ("reader", "body"),
     [
         ("chat", lambda times: {"messages": [{"role": "assistant", "tool_calls": [CALL] * times}]}),
-        ("messages", lambda times: {"messages": [{"role": "assistant", "content": [USE] * times}], "max_tokens": 1}),
+        (
+            "messages",
+            lambda times: {"messages": [{"role": "assistant", "content": [USE] * times}, ASK], "max_tokens": 1},
+        ),
         ("responses", lambda times: {"input": [ITEM] * times}),
     ],
 )

@@ -164,8 +164,21 @@ def test_documents_of_text_are_text() -> None:
     assert turns({"role": "user", "content": [plain, blocks]}) == (said("user", "one", "two"),)
 
 
-def test_a_turn_that_the_client_began_is_gone_on_with() -> None:
+def test_a_turn_that_the_client_began_is_continued() -> None:
     assert read([*HELLO, {"role": "assistant", "content": "It is"}]).request.continue_final_message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        [{"type": "tool_use", "id": "1", "name": "add", "input": {}}],
+        [{"type": "text", "text": "So:"}, {"type": "tool_use", "id": "1", "name": "add", "input": {}}],
+    ],
+)
+def test_a_last_turn_that_cannot_be_continued_is_named(content: Any) -> None:
+    """The Messages API has no field that asks for it."""
+    assert refusal([*HELLO, {"role": "assistant", "content": content}]).param == "messages[1]"
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,17 @@ def _request(parsed: MessagesBody, model: ModelTraits) -> ChatRequest:
     tools += added_tools(parsed.messages, tools)
     callable_ones = callable_tools(tools, parsed.messages)
     thinks = _is_to_think(parsed.thinking)
+    messages = _messages(parsed, ChatMessages({tool.name: tool for tool in tools}))
+    # The model continues an assistant turn that the client began.
+    is_continued = parsed.messages[-1].role == "assistant"
+    if is_continued and not messages[-1].can_be_continued:
+        path = f"messages[{len(parsed.messages) - 1}]"
+        raise InvalidRequest(
+            f"{path}: an assistant's message at the end is continued: it needs text, and no tool_use", param=path
+        )
     return ChatRequest(
         request_id=new_id("msg_"),
-        messages=_messages(parsed, ChatMessages({tool.name: tool for tool in tools})),
+        messages=messages,
         tools=callable_ones,
         tool_choice=tool_choice(parsed.tool_choice, callable_ones),
         structure=_structure(parsed),
@@ -57,8 +65,7 @@ def _request(parsed: MessagesBody, model: ModelTraits) -> ChatRequest:
         enable_thinking=thinks if model.switches_thinking else None,
         reasoning_effort=None if parsed.output_config is None else parsed.output_config.effort,
         thinking_budget=parsed.thinking.budget_tokens if parsed.thinking is not None and thinks else None,
-        # The model continues an assistant turn that the client began.
-        continue_final_message=parsed.messages[-1].role == "assistant",
+        continue_final_message=is_continued,
     )
 
 

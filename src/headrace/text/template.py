@@ -347,7 +347,7 @@ def _shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _refuse_unfinished(last: ChatMessage) -> None:
-    if last.role != "assistant" or last.tool_calls or not (last.content or last.reasoning):
+    if not last.can_be_continued:
         raise InvalidRequest(
             "only an assistant's message that has text can be continued", param="continue_final_message"
         )

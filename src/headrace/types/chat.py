@@ -100,6 +100,10 @@ class ChatMessage:
     name: str | None = None
     param: str = field(default="messages", compare=False)
 
+    @property
+    def can_be_continued(self) -> bool:
+        return self.role == "assistant" and not self.tool_calls and bool(self.content or self.reasoning)
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
