@@ -97,6 +97,24 @@ def test_an_answer_that_comes_before_the_body_arrives(
     assert error_of(body)["message"]
 
 
+@pytest.mark.parametrize(("header", "status"), [(f"Content-Length: {10**11}", 413), ("Content-Encoding: gzip", 400)])
+def test_a_body_that_its_headers_rule_out_is_not_waited_for(
+    header: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By RFC 9110 (10.1.1) a client that expects `100 Continue` sends no body after such an answer."""
+    monkeypatch.setattr(exchange, "_MAX_DROPPING_S", 0.05)
+
+    async def scenario(connect: Connect) -> int:
+        reader, writer = await connect()
+        length = () if header.startswith("Content-Length") else ("Content-Length: 20",)
+        writer.write(head(CHAT, header, *length, "Expect: 100-continue"))
+        told, headers, _ = await answer(reader)
+        assert headers["connection"] == "close"
+        return told
+
+    assert run(scenario, FakeEngine("hi")) == status
+
+
 def test_a_refused_client_whose_body_never_comes_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_MAX_DROPPING_S", 0.05)
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from headrace.api.error_bodies import anthropic_error, openai_error
 from headrace.cancellation import run_in_pool
-from headrace.errors import BodyTooLarge, BodyTooSlow, EngineDead, HeadraceError, Overloaded
+from headrace.errors import BodyTooLarge, BodyTooSlow, EngineDead, HeadraceError, InvalidRequest, Overloaded
 from headrace.long_work import in_turn
 
 IGNORED_HEADER = "x-headrace-ignored"
@@ -72,9 +72,13 @@ def ignored_headers(names: Sequence[str]) -> dict[str, str]:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body, with a length or chunked.
 
-    Raises BodyTooLarge and BodyTooSlow, after which there may be more of it; starlette's ClientDisconnect if the client
-    disconnects.
+    Raises BodyTooLarge, BodyTooSlow and InvalidRequest, after which there may be more of it; starlette's
+    ClientDisconnect if the client disconnects.
     """
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise InvalidRequest("a compressed body is not read: send it without Content-Encoding")
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
     pieces: list[bytes] = []
     num_bytes = 0
     started = asyncio.get_running_loop().time()
