@@ -94,10 +94,10 @@ def test_a_text_is_begun_anew_at_its_latest_tokens_when_the_state_is_full(
     starts = []
     for _ in range(20):
         (draft,) = own.draft([row(state, text, 1)]).read(0, 1)
-        assert state.companion is not None
-        assert state.companion.end == len(text)
-        assert state.companion.state.length <= 24
-        starts.append(state.companion.start)
+        assert state.draft_model is not None
+        assert state.draft_model.end == len(text)
+        assert state.draft_model.state.length <= 24
+        starts.append(state.draft_model.start)
         assert (draft,) == continued(kind, text[starts[-1] :], 1)
         text = (*text, (draft + 1) % VOCAB)
     # of 24 tokens, 12 are the text's latest
@@ -110,12 +110,12 @@ def test_a_text_that_went_on_without_drafts_is_begun_anew_where_that_is_less_wor
     monkeypatch.setattr(model_module, "LATEST_TOKENS", 12)
     own, state, text = drafter("dense"), SequenceState(StatePool()), texts(1, 60)[0]
     own.draft([row(state, text[:20], 1)])
-    assert state.companion is not None
-    assert state.companion.start == 8
+    assert state.draft_model is not None
+    assert state.draft_model.start == 8
     own.draft([row(state, text[:32], 1)])
-    assert state.companion.start == 8
+    assert state.draft_model.start == 8
     own.draft([row(state, text[:45], 1)])
-    assert state.companion.start == 33
+    assert state.draft_model.start == 33
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,9 +128,9 @@ def test_long_texts_are_computed_before_in_chunks_that_a_step_can_wait_for(kind:
     assert [own.prefill_s(state, len(text)) > 0 for state, text in rows] == [True, False, True]
     own.prefill(rows)
     # in order, as far as a chunk goes; the last token is left for the draft
-    assert [each.companion and each.companion.end for each in states] == [CHUNK_TOKENS, None, None]
+    assert [each.draft_model and each.draft_model.end for each in states] == [CHUNK_TOKENS, None, None]
     own.prefill(rows)
-    assert [each.companion and each.companion.end for each in states] == [299, 7, 8]
+    assert [each.draft_model and each.draft_model.end for each in states] == [299, 7, 8]
     assert [own.prefill_s(state, len(text)) for state, text in rows] == [0.0, 0.0, 0.0]
     drafts = own.draft([row(state, text, 1) for state, text in rows])
     assert [drafts.read(place, 1) for place in range(3)] == [continued(kind, text, 1) for text in known]
@@ -145,4 +145,4 @@ def test_a_state_that_is_brought_back_has_none_of_the_draft_model_s() -> None:
     assert own.pool is not None
     assert own.pool.num_bytes > 0
     state.restore(record)
-    assert (state.companion, own.pool.num_bytes) == (None, 0)
+    assert (state.draft_model, own.pool.num_bytes) == (None, 0)

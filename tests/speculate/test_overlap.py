@@ -54,8 +54,8 @@ class Row:
     settings = GREEDY
     room = 1000
 
-    def __init__(self, row: DraftState, machine: Machine, *, repeats: bool) -> None:
-        self.row = row
+    def __init__(self, draft_state: DraftState, machine: Machine, *, repeats: bool) -> None:
+        self.draft_state = draft_state
         self._text: Sequence[int] = [0, 1, 2, 3] * 2000 if repeats else range(8000)
         self.state = SequenceState(StatePool())
         self.token_ids = self._text[:300]
@@ -67,11 +67,11 @@ class Row:
         return ()
 
     def step(self, chance: float) -> Verified:
-        num_drafts = self.row.drafts.num_drafts
+        num_drafts = self.draft_state.drafts.num_drafts
         wrong = (place for place in range(num_drafts) if self._machine.dice.random() >= chance)
         num_accepted = next(wrong, num_drafts)
         self.token_ids = self._text[: len(self.token_ids) + 1 + num_accepted]
-        return Verified(self.row, num_drafts, num_accepted, is_stopped=False)
+        return Verified(self.draft_state, num_drafts, num_accepted, is_stopped=False)
 
 
 def tokens_a_row_ms(machine: Machine, num_rows: int, chance: float, num_steps: int, *, repeats: bool = False) -> float:
@@ -82,8 +82,8 @@ def tokens_a_row_ms(machine: Machine, num_rows: int, chance: float, num_steps: i
     for step in range(num_steps):
         if step == 200:
             start_s, start = machine.now, sum(len(row.token_ids) for row in rows)
-        depths = [row.row.drafts.num_drafts for row in rows]
-        goes_ahead = not any(depths) and speculator.may_overlap([row.row for row in rows])
+        depths = [row.draft_state.drafts.num_drafts for row in rows]
+        goes_ahead = not any(depths) and speculator.may_overlap([row.draft_state for row in rows])
         machine.work(AHEAD_S if was_ahead else WAITING_S + DRAFT_S * sum(depths) + PASS_S * max(depths))
         windows = [row.step(chance) for row in rows]
         seconds, known_at = machine.now - known_at, machine.now

@@ -86,12 +86,12 @@ class Row:
 
     def __init__(self, speculator: Speculator, machine: Machine, prompt: int, answer: int) -> None:
         self._machine, self._speculator, self._lengths = machine, speculator, (prompt, answer)
-        self.row: DraftState
+        self.draft_state: DraftState
         self.begin()
 
     def begin(self) -> None:
         dice, (prompt, answer) = self._machine.dice, self._lengths
-        self.row, self.state = self._speculator.open(None), SequenceState(StatePool())
+        self.draft_state, self.state = self._speculator.open(None), SequenceState(StatePool())
         self.left, self.room, self.is_new = dice.randrange(answer // 2, 3 * answer // 2), 256, True
         start = dice.randrange(10**5)  # so that nothing repeats itself
         self.token_ids = range(start, start + dice.randrange(prompt // 2, 3 * prompt // 2))
@@ -101,13 +101,13 @@ class Row:
         return ()
 
     def step(self, chance: float) -> Verified:
-        num_drafts = self.row.drafts.num_drafts
+        num_drafts = self.draft_state.drafts.num_drafts
         wrong = (place for place in range(num_drafts) if self._machine.dice.random() >= chance)
         num_accepted = min(next(wrong, num_drafts), self.left - 1)
         self.left -= 1 + num_accepted
         self.room -= 1 + num_accepted
         self.token_ids = range(self.token_ids.start, self.token_ids.stop + 1 + num_accepted)
-        return Verified(self.row, num_drafts, num_accepted, is_stopped=not self.left)
+        return Verified(self.draft_state, num_drafts, num_accepted, is_stopped=not self.left)
 
 
 def tokens_per_s(
@@ -124,7 +124,7 @@ def tokens_per_s(
     known_at, num_tokens, was_mixed, start = 0.0, 0, True, (0, 0.0)
     while num_tokens < 500 * num_rows:
         old, num_new = [row for row in rows if not row.is_new], sum(row.is_new for row in rows)
-        num_drafts = sum(row.row.drafts.num_drafts for row in old)
+        num_drafts = sum(row.draft_state.drafts.num_drafts for row in old)
         machine.now += costs.step + costs.row * num_rows + costs.draft * num_drafts + costs.prompt * num_new
         windows = [row.step(chance) for row in old]
         seconds, known_at = machine.now - known_at, machine.now

@@ -55,7 +55,7 @@ class ReadingHead(BrokenHead):
 class Drafting:
     """A sequence with room for 100 tokens."""
 
-    row: DraftState
+    draft_state: DraftState
     state: SequenceState
     token_ids: Sequence[int]
     room: int = 100
@@ -143,10 +143,12 @@ def test_while_no_attempt_is_due_steps_are_overlapped_and_no_row_is_drafted_for(
     speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), planner)
     rows = [sequence(speculator, length) for length in (5, 7)]
     speculator.draft(rows)
-    speculator.report([Verified(one.row, one.row.drafts.num_drafts, 0, False) for one in rows], 0.08, is_mixed=False)
-    assert speculator.may_overlap([one.row for one in rows])
+    speculator.report(
+        [Verified(one.draft_state, one.draft_state.drafts.num_drafts, 0, False) for one in rows], 0.08, is_mixed=False
+    )
+    assert speculator.may_overlap([one.draft_state for one in rows])
     speculator.draft(rows)
-    assert not any(one.row.drafts.num_drafts for one in rows)
+    assert not any(one.draft_state.drafts.num_drafts for one in rows)
 
 
 def test_a_sequence_with_a_long_prompt_is_drafted_for_from_its_first_step_on() -> None:
@@ -162,20 +164,22 @@ def test_accepted_drafts_are_followed_by_an_attempt() -> None:
     speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), timed(1))
     one = sequence(speculator, 5)
     for _ in range(20):
-        assert not speculator.may_overlap([one.row])
+        assert not speculator.may_overlap([one.draft_state])
         speculator.draft([one])
-        assert one.row.drafts.num_drafts > 0
-        speculator.report([Verified(one.row, one.row.drafts.num_drafts, 1, False)], 0.011, is_mixed=False)
+        assert one.draft_state.drafts.num_drafts > 0
+        speculator.report(
+            [Verified(one.draft_state, one.draft_state.drafts.num_drafts, 1, False)], 0.011, is_mixed=False
+        )
 
 
 def test_who_may_have_no_drafts_or_has_lost_them_is_never_waited_for() -> None:
     speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), timed(1, 2, 3))
     rows = [sequence(speculator, 5, max_drafts) for max_drafts in (0, None, None)]
-    assert not speculator.may_overlap([one.row for one in rows])
-    assert speculator.may_overlap([rows[0].row])
-    rows[1].row.has_failed = True
-    assert speculator.may_overlap([one.row for one in rows[:2]])
-    assert not speculator.may_overlap([rows[2].row])
+    assert not speculator.may_overlap([one.draft_state for one in rows])
+    assert speculator.may_overlap([rows[0].draft_state])
+    rows[1].draft_state.has_failed = True
+    assert speculator.may_overlap([one.draft_state for one in rows[:2]])
+    assert not speculator.may_overlap([rows[2].draft_state])
 
 
 def test_no_row_is_drafted_for_while_a_step_is_under_way_but_the_head_catches_up() -> None:
@@ -184,24 +188,24 @@ def test_no_row_is_drafted_for_while_a_step_is_under_way_but_the_head_catches_up
     going, staying = sequence(speculator, 100), sequence(speculator, 10)
     going.is_ahead, going.token_ids = True, range(100)
     speculator.draft([going, staying])
-    assert (going.row.drafts.num_drafts, staying.row.drafts.num_drafts) == (0, 0)
+    assert (going.draft_state.drafts.num_drafts, staying.draft_state.drafts.num_drafts) == (0, 0)
     assert head.given == [[99]]
     going.is_ahead, going.token_ids = False, range(101)
     speculator.draft([going, staying])
-    assert going.row.drafts.num_drafts + staying.row.drafts.num_drafts > 0
+    assert going.draft_state.drafts.num_drafts + staying.draft_state.drafts.num_drafts > 0
 
 
 def test_steps_without_drafts_are_timed_first_and_may_overlap() -> None:
     speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), DepthPlanner())
     one = sequence(speculator, 5)
     for _ in range(3):
-        assert speculator.may_overlap([one.row])
+        assert speculator.may_overlap([one.draft_state])
         speculator.draft([one])
-        assert one.row.drafts.num_drafts == 0
-        speculator.report([Verified(one.row, 0, 0, False)], 0.01, is_mixed=False)
-    assert not speculator.may_overlap([one.row])
+        assert one.draft_state.drafts.num_drafts == 0
+        speculator.report([Verified(one.draft_state, 0, 0, False)], 0.01, is_mixed=False)
+    assert not speculator.may_overlap([one.draft_state])
     speculator.draft([one])
-    assert one.row.drafts.num_drafts > 0
+    assert one.draft_state.drafts.num_drafts > 0
 
 
 def test_drafts_have_to_be_faster_than_steps_without_any_attempt() -> None:
@@ -225,9 +229,15 @@ def test_only_steps_between_two_others_tell_what_overlapped_steps_take() -> None
     for was_ahead, goes_ahead, is_mixed in ((False, True, False), (True, False, False), (True, True, True)):
         for _ in range(9):
             speculator.report(
-                [Verified(one.row, 0, 0, False)], 0.004, is_mixed=is_mixed, was_ahead=was_ahead, goes_ahead=goes_ahead
+                [Verified(one.draft_state, 0, 0, False)],
+                0.004,
+                is_mixed=is_mixed,
+                was_ahead=was_ahead,
+                goes_ahead=goes_ahead,
             )
         assert planner.times(1).undrafted_s(6) is None
     for _ in range(3):
-        speculator.report([Verified(one.row, 0, 0, False)], 0.004, is_mixed=False, was_ahead=True, goes_ahead=True)
+        speculator.report(
+            [Verified(one.draft_state, 0, 0, False)], 0.004, is_mixed=False, was_ahead=True, goes_ahead=True
+        )
     assert planner.times(1).undrafted_s(6) == 0.004

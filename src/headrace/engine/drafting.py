@@ -126,8 +126,8 @@ def draft_status(speculator: Speculator | None, states: Sequence[SequenceState])
     if speculator is None:
         return None
     drafter = speculator.drafter
-    companions = [state.companion for state in states]
-    own = {id(array): array.nbytes for one in companions if one is not None for array in one.state.own_arrays()}
+    found = [state.draft_model for state in states]
+    own = {id(array): array.nbytes for one in found if one is not None for array in one.state.own_arrays()}
     state_bytes = sum(own.values()) + (0 if drafter.pool is None else drafter.pool.num_bytes)
     return DraftStatus(
         speculator.max_drafts, speculator.num_failures, drafter.draft_model, drafter.weights_bytes, state_bytes

@@ -270,7 +270,7 @@ class Runner:
         if not self._runs_ahead or not all(one.is_plain and one.error is None for one in windows):
             return False
         return self._speculator is None or self._speculator.may_overlap(
-            [one.live.row for one in windows if one.num_draws]
+            [one.live.draft_state for one in windows if one.num_draws]
         )
 
     def _close(self, window: Window) -> list[ChunkResult]:
@@ -357,7 +357,7 @@ class Runner:
         lives = [self._live[each] for each in gained]
         self._speculator.draft(lives)
         self._reports.drafted()
-        return {each: live.row.drafts.num_drafts for each, live in zip(gained, lives, strict=True)}
+        return {each: live.draft_state.drafts.num_drafts for each, live in zip(gained, lives, strict=True)}
 
     def free(self, sequence_ids: Iterable[str]) -> None:
         found = [self._live.pop(each, None) for each in sequence_ids]

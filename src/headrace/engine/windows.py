@@ -91,7 +91,7 @@ class LiveSequence:
             self.constraint.accept(token_ids)
 
     @property
-    def row(self) -> DraftState:
+    def draft_state(self) -> DraftState:
         """Its draft state, if there is drafting. This and the following make it the speculator's `Drafting`."""
         assert self.drafted is not None
         return self.drafted

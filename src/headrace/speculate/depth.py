@@ -66,9 +66,9 @@ class DraftForecast(NamedTuple):
 class _Load:
     """What is known of steps of about the same number of rows.
 
-    full: the budget at most.
-    due_at, useful_at: the budget from which on an attempt is due, and the least with which the last one would have made
-    drafts. prefill_at: the least with which a text would have been prefilled for the draft model.
+    full: the budget at most. due_at: at this budget an attempt to draft is due.
+    useful_at, prefill_at: the least budgets with which the last attempt would have drafted, or would have prefilled a
+    text for the draft model.
     """
 
     times: StepTimes

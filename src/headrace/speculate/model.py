@@ -13,14 +13,14 @@ from headrace.models.step import Row
 from headrace.recent_times import RecentTimes
 from headrace.speculate.drafter import Drafter, DraftRow, check_order, draw_drafts
 from headrace.speculate.drafts import DraftBatch
-from headrace.state.sequence import Companion, SequenceState
+from headrace.state.sequence import DraftModelState, SequenceState
 from headrace.state.slabs import StatePool
 
 LATEST_TOKENS = 512
 """Tokens before the end of a text that a draft model begins with, at most."""
 
 FULL_TOKENS = 2048
-"""A state of so many tokens is replaced by one of the latest tokens."""
+"""At this length a state is replaced by one of the latest tokens."""
 
 MOST_DRAFTS = 16
 
@@ -67,7 +67,7 @@ class ModelDrafter(Drafter):
         return self._target.num_new_variants + self._model.num_new_variants
 
     def skip(self, state: SequenceState) -> None:
-        state.drop_companion()
+        state.drop_draft_model()
 
     def time_prefill(self, token_ids: Sequence[int]) -> None:
         """Time a chunk of these tokens; the first run is not representative."""
@@ -87,7 +87,7 @@ class ModelDrafter(Drafter):
         for state, token_ids in rows:
             if not left:
                 break
-            own = self._companion(state, len(token_ids))
+            own = self._own_state(state, len(token_ids))
             # the last token is left for `draft`
             chunk = list(token_ids[own.end : min(own.end + left, len(token_ids) - 1)])
             if chunk:
@@ -101,7 +101,7 @@ class ModelDrafter(Drafter):
 
     def draft(self, rows: Sequence[DraftRow]) -> DraftBatch:
         check_order(rows)
-        own = [self._companion(row.state, len(row.token_ids)) for row in rows]
+        own = [self._own_state(row.state, len(row.token_ids)) for row in rows]
         new = [list(row.token_ids[one.end :]) for row, one in zip(rows, own, strict=True)]
         settings = [row.settings for row in rows]
         drafts = [draw_drafts(self._extend(list(zip(own, new, strict=True))), settings)]
@@ -113,20 +113,20 @@ class ModelDrafter(Drafter):
 
     def _start(self, state: SequenceState, num_known: int) -> int:
         """The first of the known tokens that is still to be processed."""
-        own = state.companion
+        own = state.draft_model
         if own is None or num_known - own.end > self._latest or num_known - own.start > self._most_tokens:
             return max(0, num_known - self._latest)
         return own.end
 
-    def _companion(self, state: SequenceState, num_known: int) -> Companion:
+    def _own_state(self, state: SequenceState, num_known: int) -> DraftModelState:
         """The sequence's own state of this model, a new one where it is missing, full or far behind."""
         start = self._start(state, num_known)
-        if state.companion is None or state.companion.end != start:
-            state.drop_companion()
-            state.companion = Companion(SequenceState(self._pool, num_known - start + MOST_DRAFTS), start)
-        return state.companion
+        if state.draft_model is None or state.draft_model.end != start:
+            state.drop_draft_model()
+            state.draft_model = DraftModelState(SequenceState(self._pool, num_known - start + MOST_DRAFTS), start)
+        return state.draft_model
 
-    def _extend(self, rows: Sequence[tuple[Companion, Sequence[int]]]) -> mx.array:
+    def _extend(self, rows: Sequence[tuple[DraftModelState, Sequence[int]]]) -> mx.array:
         """Add certain tokens; returns the logits after the last one of each row."""
         packed: list[Row] = []
         picks: list[int] = []

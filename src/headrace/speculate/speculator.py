@@ -58,7 +58,7 @@ class Drafting(Protocol):
     """A sequence between two steps that may be drafted for. Its properties are only read when needed."""
 
     @property
-    def row(self) -> DraftState:
+    def draft_state(self) -> DraftState:
         """From `Speculator.open`."""
 
     @property
@@ -93,7 +93,7 @@ class Drafting(Protocol):
 class Verified:
     """A row's window of a step: its drafts, how many were accepted, and whether it ended at a stop token."""
 
-    row: DraftState
+    draft_state: DraftState
     num_verified: int
     num_accepted: int
     is_stopped: bool
@@ -130,7 +130,7 @@ class Speculator:
 
         Proposes none if the next step of any row is launched already.
         """
-        rows = [one.row for one in decoding]
+        rows = [one.draft_state for one in decoding]
         for one, row in zip(decoding, rows, strict=True):
             row.begin_step(len(one.token_ids))
             if row.has_failed:
@@ -200,15 +200,15 @@ class Speculator:
 
     def _catch_up_pending(self, rows: Sequence[Drafting]) -> None:
         """Let the drafter catch up for rows without drafts: once one row needs it, also for those that soon will."""
-        with self._isolated([one.row for one in rows]):
+        with self._isolated([one.draft_state for one in rows]):
             pending = [self.drafter.num_pending(one.state) for one in rows]
             if max(pending, default=0) > MAX_PENDING:
                 self.catch_up([one for one, number in zip(rows, pending, strict=True) if number > MAX_PENDING // 2])
 
     def catch_up(self, rows: Sequence[Drafting]) -> None:
         """Let the drafter process all pending hidden states, as before states are stored."""
-        sound = [one for one in rows if not one.row.has_failed]
-        with self._isolated([one.row for one in sound]):
+        sound = [one for one in rows if not one.draft_state.has_failed]
+        with self._isolated([one.draft_state for one in sound]):
             self.drafter.catch_up([DraftRow(one.state, one.token_ids, media=one.entry_media) for one in sound])
 
     def report(
@@ -228,19 +228,19 @@ class Speculator:
         """
         num_new_variants = self.drafter.num_new_variants
         is_compiled, self._num_new_variants = num_new_variants > self._num_new_variants, num_new_variants
-        sound = [one for one in windows if not one.row.has_failed]
-        with self._isolated([one.row for one in sound]):
+        sound = [one for one in windows if not one.draft_state.has_failed]
+        with self._isolated([one.draft_state for one in sound]):
             for one in sound:
                 self._report_drafts(one)
             self._planner.observe(
-                [one.row.forecast for one in sound],
+                [one.draft_state.forecast for one in sound],
                 [one.num_verified for one in sound],
                 len(sound) + sum([one.num_accepted for one in sound]),
                 seconds - self._prefill_s,
                 is_timed=not (is_mixed or is_compiled or len(sound) < len(windows)),
                 is_usual=was_ahead == goes_ahead and not self._has_attempted,
                 has_attempted=self._has_attempted,
-                may_draft=any(one.row.may_draft for one in sound),
+                may_draft=any(one.draft_state.may_draft for one in sound),
                 prefill_s=self._prefill_s,
             )
 
@@ -249,8 +249,8 @@ class Speculator:
             return
         # drafts after a stop token were neither accepted nor rejected
         num_judged = one.num_accepted if one.is_stopped else one.num_verified
-        judged = one.row.drafts.first(num_judged)
-        self._ranking.report(one.row.record, judged, one.num_accepted)
+        judged = one.draft_state.drafts.first(num_judged)
+        self._ranking.report(one.draft_state.record, judged, one.num_accepted)
 
     def _isolated(self, rows: Sequence[DraftState]) -> AbstractContextManager[None]:
         """After a failure inside, these rows continue without drafts."""

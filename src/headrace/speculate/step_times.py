@@ -32,8 +32,8 @@ _NONE: Drafts = (0, 0)
 class StepTimes:
     """Times of decode steps of similar numbers of rows.
 
-    Steps without drafts are kept by context, in seconds; steps with drafts as ratios to them, which hardly depend on
-    context. Without drafts means as if nothing were ever drafted: overlapped where steps can be.
+    Steps without drafts are kept by context, in seconds: as they are if nothing is ever drafted, overlapped where they
+    can be. Steps with drafts are kept as ratios to them, which hardly depend on context.
     """
 
     def __init__(self, num_rows: int, pass_share: float = PASS_SHARE) -> None:

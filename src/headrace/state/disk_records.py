@@ -23,7 +23,7 @@ from headrace.state.sequence import SequenceState
 from headrace.state.stored_state import Description, StateLayout, describe, rebuild, span_name
 
 HEAD_BYTES = 16_384
-"""What a file's header takes besides its arrays, on the large side."""
+"""Upper estimate of a file's header."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Save:
         arrays: dict[int, dict[str, mx.array]] = {}
         for length in sorted({file.end for file in missing if file.is_tail} & snapshots.keys()):
             descriptions[length], arrays[length] = describe(snapshots[length].layers)
-        token_bytes = state.span_token_bytes
+        token_bytes = state.cost().slot_bytes[1]
         taken: list[NewFile] = []
         num_dropped = 0
         for file in missing:

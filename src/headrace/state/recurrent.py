@@ -44,7 +44,7 @@ Records = Mapping[LayerKey, RecurrentRecord]
 class RecurrentState:
     """A sequence's running states in all gated delta layers.
 
-    end: where its raw inputs end; 0 before any token.
+    end: index after the last token's raw inputs in the layers' arrays; 0 before any token.
     num_uncertain: tokens of the last window whose inputs are kept.
     num_replay: the committed ones of them, the first ones, which the state before them lacks.
     """

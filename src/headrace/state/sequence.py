@@ -36,7 +36,7 @@ class StateCost:
 
     @property
     def slot_bytes(self) -> tuple[int, int]:
-        """Of the layers without a token's share, and of a token in a slot."""
+        """Bytes that don't depend on the length, and bytes of a token in a slot."""
         return sum(layer.fixed for layer in self.layers), sum(
             layer.per_token for layer in self.layers if layer.in_slots
         )
@@ -52,7 +52,7 @@ class StateCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Companion:
+class DraftModelState:
     """A draft model's state of a sequence, of its tokens from `start` on."""
 
     state: SequenceState
@@ -83,8 +83,8 @@ class SequenceState:
         """Records that layers are to be filled from when a mixer first asks for them."""
         self._restored: tuple[Sequence[SpanRecord], SequenceRecord | None] | None = None
         """What was restored last, until a window is opened."""
-        self.companion: Companion | None = None
-        """Of the same sequence; dropped whenever this state is restored or released."""
+        self.draft_model: DraftModelState | None = None
+        """Dropped whenever this state is restored or released."""
         self.snapshot_points: tuple[int, ...] = ()
         """Lengths inside the open window at which windowed and opaque layers take a snapshot."""
         self.length = 0
@@ -253,10 +253,6 @@ class SequenceState:
             return ()
         return self.full_attention(key).dequantized(record.keys, record.values)
 
-    @property
-    def span_token_bytes(self) -> int:
-        return sum(state.cost().per_token for state in self._layers.values() if state.is_sliceable)
-
     def restore(self, record: SequenceRecord) -> None:
         self.restore_parts(record.length, (), record)
 
@@ -278,7 +274,7 @@ class SequenceState:
         own = (state for state in self._layers.values() if not state.cost().in_slots)
         arrays = [array for state in own for array in state.arrays()]
         arrays += self._recurrent.arrays() if isinstance(self._recurrent, BatchedState) else []
-        return arrays if self.companion is None else arrays + self.companion.state.own_arrays()
+        return arrays if self.draft_model is None else arrays + self.draft_model.state.own_arrays()
 
     def cost(self) -> StateCost:
         """What a state like this takes at any length; asked after the first window."""
@@ -297,13 +293,13 @@ class SequenceState:
             self._clear()
             del self._slot
 
-    def drop_companion(self) -> None:
-        if self.companion is not None:
-            self.companion.state.release()
-            self.companion = None
+    def drop_draft_model(self) -> None:
+        if self.draft_model is not None:
+            self.draft_model.state.release()
+            self.draft_model = None
 
     def _clear(self) -> None:
-        self.drop_companion()
+        self.drop_draft_model()
         self._layers.clear()
         if self._recurrent is not None:
             self._recurrent.release()
