@@ -207,7 +207,7 @@ def extract_head(source: str, out: Path) -> Extracted:
     if target.exists():
         raise ConfigError(f"{target} exists already")
     head: dict[str, mx.array] = {}
-    shards: list[Path] = []
+    holding: list[Path] = []
     by_tensors: bool | None = None
     by_format = False
     for shard in _files_with_head(source):
@@ -216,15 +216,15 @@ def extract_head(source: str, out: Path) -> Extracted:
         by_tensors = is_raw(tensors) if by_tensors is None else by_tensors
         if own:
             head |= own
-            shards.append(shard)
+            holding.append(shard)
             by_format = metadata.get("format") == "pt"
     if not head:
         raise ModelError(f"{source} has no prediction head: none of its tensors is named {PREFIX}…")
     _refuse_quantised(source, head)
     _refuse_useless(source, head)
     bare = {name.removeprefix(PREFIX): array for name, array in head.items()}
-    names = tuple(shard.name for shard in shards)
-    refuse_other_forms(bare, ", ".join(names), read_files(source, shards[0].parent).text_config)
+    names = tuple(shard.name for shard in holding)
+    refuse_other_forms(bare, ", ".join(names), read_files(source, holding[0].parent).text_config)
     # if no tensor tells: MLX converters don't keep PyTorch's mark in the file
     is_centred = by_format if by_tensors is None else by_tensors
     _write(target, {name: array.astype(mx.bfloat16) for name, array in head.items()}, is_centred)
