@@ -129,14 +129,10 @@ def _covering(files: Sequence[NewFile], state: SequenceState, spans: Sequence[Sp
     covered = sorted((span.start, span.end) for span in spans)
     for start, end in _merged(files):
         place = start
-        for low, high in covered:
-            if high <= place or low >= end:
-                continue
-            if low > place:
-                records.append(state.copy_span(place, low))
+        for low, high in (*covered, (end, end)):
+            if place < min(low, end):
+                records.append(state.copy_span(place, min(low, end)))
             place = max(place, high)
-        if place < end:
-            records.append(state.copy_span(place, end))
     return sorted(records, key=lambda record: (record.start, record.end))
 
 
