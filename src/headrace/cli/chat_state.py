@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ from headrace.cli.chat_files import read_media
 from headrace.config_loading import with_suggestion
 from headrace.errors import ConfigError
 from headrace.types.chat import ChatMessage, ChatRequest, ContentPart, MediaPart, TextPart
-from headrace.types.request import SamplingParams
 
 _ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
     "system": "system",
@@ -62,9 +60,6 @@ class ChatState:
             parsed = None if value == "default" else SETTINGS[name](value)
         except (ValueError, KeyError) as error:
             raise ConfigError(f"{name} can't be {value!r}") from error
-        low, high = _RANGES.get(name, (-math.inf, math.inf))
-        if parsed is not None and not low <= parsed <= high:
-            raise ConfigError(f"{name} must be in [{low}, {high}], not {value}")
         if name == "thinking":
             self.enable_thinking = parsed
         elif parsed is None:
@@ -130,8 +125,6 @@ SETTINGS: Mapping[str, Any] = {
     "thinking": _SWITCH.__getitem__,
 }
 """What `/set` knows, and how each value is read."""
-
-_RANGES = {each.name: each.metadata["range"] for each in fields(SamplingParams) if "range" in each.metadata}
 
 
 def json_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
