@@ -12,6 +12,7 @@ import json
 import random
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ranks.fused_rank import use_cudas_layers
 
@@ -19,7 +20,6 @@ from headrace.cli.configured import configured_text_pipeline
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine import memory, prepare
 from headrace.engine.engine import Engine
-from headrace.engine.mirror import Execute, NewRequest
 from headrace.ranks import start
 from headrace.ranks.channel import Ranks
 from headrace.ranks.layout import read_layout
@@ -115,27 +115,27 @@ async def run(split: Engine, whole: Engine, planned: list[Planned]) -> dict[str,
     }
 
 
-def sizes(sent: list[tuple[object, int]]) -> dict[str, int]:
+def sizes(sent: list[tuple[tuple[str, Any], int]]) -> dict[str, int]:
     """The most bytes that rank 0 sent for a step and for a request, besides 4 for each token of a step's chunks that
     is not of the prompt, and 5 for each of a request's prompt."""
     steps = [0]
     requests = []
-    for message, num_bytes in sent:
-        if isinstance(message, NewRequest):
-            requests.append(num_bytes - 5 * len(message.request.prompt))
+    for (method, args), num_bytes in sent:
+        if method == "request":
+            requests.append(num_bytes - 5 * len(args[1].prompt))
             continue
-        if isinstance(message, Execute):
+        if method == "execute":
             steps.append(0)
         steps[-1] += num_bytes
     return {"most_step_bytes": max(steps[1:]), "most_request_bytes": max(requests)}
 
 
-def record(ranks: Ranks) -> list[tuple[object, int]]:
+def record(ranks: Ranks) -> list[tuple[tuple[str, Any], int]]:
     """What rank 0 sends from now on, with its bytes."""
-    sent: list[tuple[object, int]] = []
+    sent: list[tuple[tuple[str, Any], int]] = []
     tell = ranks.tell
 
-    def recorded(message: object) -> None:
+    def recorded(message: tuple[str, Any]) -> None:
         before = ranks.traffic.num_bytes
         tell(message)
         sent.append((message, ranks.traffic.num_bytes - before))

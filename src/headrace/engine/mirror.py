@@ -1,7 +1,7 @@
 """One engine on several ranks: rank 0 schedules, and all ranks do with their parts of the states what it does.
 
-What rank 0 calls of its runner and its prefix cache, it tells the others first. Everything else follows from these
-calls: the same rows, the same entries in the cache, the same drafts, and the same tokens, which are compared.
+What rank 0 calls of its runner, its prefix cache and its warm-up, it has the others call first. Everything else follows
+from that: the same rows, the same entries in the cache, the same drafts, and the same tokens, which are compared.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from headrace.engine.prefix_cache import PrefixCache
@@ -33,63 +33,6 @@ NUM_KNOWN = 64
 Both sides forget the same ones, those named least recently."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """number: by which rank 0 names the request from now on."""
-
-    number: int
-    request: GenerationRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndPrompt:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Evict:
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Clear:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Execute:
-    """A plan's chunks as `pack_chunks` packs them, and the names of the sequences that it preempts."""
-
-    chunks: bytes
-    preempted: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """step_s: as `Runner.draft` takes it. checksum: of what the step gained."""
-
-    step_s: float
-    checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    names: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Warm:
-    piece: WarmUpPiece
-
-
-Call = NewRequest | Prepare | EndPrompt | Evict | Clear | Execute | Draft | Free | Warm
-
-
 class Lead:
     """Rank 0's side. Belongs to the engine's thread."""
 
@@ -101,8 +44,9 @@ class Lead:
         self._numbers = itertools.count()
         self._begun: dict[str, tuple[SequenceName, GenerationRequest]] = {}
 
-    def tell(self, call: Call) -> None:
-        self._ranks.tell(call)
+    def call(self, method: str, *args: object) -> None:
+        """Have each other rank's Follower call its `on_<method>`, before this rank does the same."""
+        self._ranks.tell((method, args))
 
     def number_of(self, request: GenerationRequest) -> int:
         """The request's number, which the other ranks know from now on."""
@@ -110,16 +54,16 @@ class Lead:
             return found[0]
         number = next(self._numbers)
         self._known.put(id(request), (number, request))
-        self.tell(NewRequest(number, _as_data(request)))
+        self.call("request", number, _as_data(request))
         return number
 
     def execute(self, plan: StepPlan, requests: Mapping[str, GenerationRequest]) -> None:
         named = [(chunk, *self._begin(chunk, requests)) for chunk in plan.chunks]
-        self.tell(Execute(pack_chunks(named), self._names(plan.preempted)))
+        self.call("execute", pack_chunks(named), self._names(plan.preempted))
 
     def free(self, sequence_ids: Iterable[str]) -> None:
         begun = [each for each in sequence_ids if each in self._begun]
-        self.tell(Free(self._names(begun)))
+        self.call("free", self._names(begun))
         for each in begun:
             del self._begun[each]
 
@@ -149,19 +93,19 @@ class LeadingPrefixCache(PrefixCache):
         self._lead = lead
 
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
-        self._lead.tell(Prepare(self._lead.number_of(request)))
+        self._lead.call("prepare", self._lead.number_of(request))
         return super().prepare(request, plan)
 
     def end(self, request_id: str) -> None:
-        self._lead.tell(EndPrompt(request_id))
+        self._lead.call("end", request_id)
         super().end(request_id)
 
     def evict(self, num_bytes: int) -> int:
-        self._lead.tell(Evict(num_bytes))
+        self._lead.call("evict", num_bytes)
         return super().evict(num_bytes)
 
     def clear(self) -> int:
-        self._lead.tell(Clear())
+        self._lead.call("clear")
         return super().clear()
 
 
@@ -179,7 +123,7 @@ class LeadingRunner(Runner):
 
     def draft(self, step_s: float | None = None) -> dict[str, int]:
         step_s = self.step_s if step_s is None else step_s
-        self._lead.tell(Draft(step_s, checksum(self._result)))
+        self._lead.call("draft", step_s, checksum(self._result))
         drafted = super().draft(step_s)
         self._lead.meter.end_step()
         return drafted
@@ -197,7 +141,7 @@ class LeadingWarmUp(WarmUp):
         self._lead = lead
 
     def run(self, piece: WarmUpPiece) -> None:
-        self._lead.tell(Warm(piece))
+        self._lead.call("warm_up", piece)
         super().run(piece)
 
 
@@ -222,37 +166,46 @@ class Follower:
     def run(self) -> None:
         """Do what rank 0 does until it ends. Raises EngineDead if it goes without a word, or has other results."""
         while (call := self._ranks.hear()) is not None:
-            self._do(call)
+            method, args = call
+            getattr(self, f"on_{method}")(*args)
 
     def fail_all(self, error: HeadraceError) -> None:
         """Its requests are rank 0's to fail."""
 
-    def _do(self, call: Call) -> None:
-        match call:
-            case NewRequest(number, request):
-                self._known.put(number, request)
-            case Execute(chunks, preempted):
-                self._result = self._runner.execute(*self._plan(chunks, preempted))
-            case Draft(step_s, expected):
-                if checksum(self._result) != expected:
-                    raise EngineDead(
-                        f"rank {self._ranks.rank} has drawn other tokens than rank 0: their devices or libraries differ"
-                    )
-                self._runner.draft(step_s)
-            case Free(names):
-                self._runner.free(self._sequence_ids(names))
-                for name in unpack_names(names):
-                    del self._begun[name]
-            case Warm(piece):
-                self.warm_up.run(piece)
-            case Prepare(number):
-                self._prefixes.prepare(self._request(number), PromptPlan())
-            case EndPrompt(request_id):
-                self._prefixes.end(request_id)
-            case Evict(num_bytes):
-                self._prefixes.evict(num_bytes)
-            case Clear():
-                self._prefixes.clear()
+    def on_request(self, number: int, request: GenerationRequest) -> None:
+        """number: by which rank 0 names the request from now on."""
+        self._known.put(number, request)
+
+    def on_execute(self, chunks: bytes, preempted: bytes) -> None:
+        self._result = self._runner.execute(*self._plan(chunks, preempted))
+
+    def on_draft(self, step_s: float, expected: int) -> None:
+        """expected: the checksum of what rank 0's step gained."""
+        if checksum(self._result) != expected:
+            raise EngineDead(
+                f"rank {self._ranks.rank} has drawn other tokens than rank 0: their devices or libraries differ"
+            )
+        self._runner.draft(step_s)
+
+    def on_free(self, names: bytes) -> None:
+        self._runner.free(self._sequence_ids(names))
+        for name in unpack_names(names):
+            del self._begun[name]
+
+    def on_warm_up(self, piece: WarmUpPiece) -> None:
+        self.warm_up.run(piece)
+
+    def on_prepare(self, number: int) -> None:
+        self._prefixes.prepare(self._request(number), PromptPlan())
+
+    def on_end(self, request_id: str) -> None:
+        self._prefixes.end(request_id)
+
+    def on_evict(self, num_bytes: int) -> None:
+        self._prefixes.evict(num_bytes)
+
+    def on_clear(self) -> None:
+        self._prefixes.clear()
 
     def _plan(self, chunks: bytes, preempted: bytes) -> tuple[StepPlan, dict[str, GenerationRequest]]:
         """The plan, and its requests by id."""

@@ -136,6 +136,7 @@ class Window:
     chunk: Chunk
     live: LiveSequence
     drafts: Drafts = NOTHING
+    num_drafts: int = 0
     draft_ids: tuple[int, ...] | None = ()
     masks: tuple[Mask | None, ...] | None = None
     media: RowMedia | None = None
@@ -169,10 +170,6 @@ class Window:
         start = self.chunk.start + self.num_tokens
         media = None if live.media is None else live.media.row(start, start + 1)
         return Row(live.state, (0,), media, live.positions, adapter=live.adapter)
-
-    @property
-    def num_drafts(self) -> int:
-        return len(self.drafts.ranked)
 
     @property
     def num_tokens(self) -> int:
@@ -272,9 +269,10 @@ def open_window(chunk: Chunk, live: LiveSequence) -> Window:
         assert draft_ids is not None
         num_legal = live.constraint.num_legal(draft_ids)
         drafts, draft_ids = drafts.first(num_legal), draft_ids[:num_legal]
-    end = chunk.start + len(chunk.token_ids) + drafts.num_drafts
+    num_drafts = drafts.num_drafts
+    end = chunk.start + len(chunk.token_ids) + num_drafts
     media = None if live.media is None else live.media.row(chunk.start, end)
-    return Window(chunk, live, drafts, draft_ids, media=media, following=_following(chunk, live.request))
+    return Window(chunk, live, drafts, num_drafts, draft_ids, media=media, following=_following(chunk, live.request))
 
 
 def _following(chunk: Chunk, request: GenerationRequest) -> tuple[int, ...]:
