@@ -36,9 +36,9 @@ _CONTEXT = 16
 
 
 def rates(started: float, events: Sequence[Event], num_prompt_tokens: int) -> dict[str, float]:
-    """Of rows that started together: until all have begun, and the tokens of all from then on.
+    """Prompt tokens per second until all rows have their first token, and output tokens per second after that.
 
-    num_prompt_tokens: of all rows.
+    num_prompt_tokens: of all rows, which start together.
     """
     begun: dict[int, float] = {}
     for now, row, _ in events:

@@ -217,7 +217,7 @@ class Follower:
         return StepPlan(tuple(found), tuple(self._sequence_ids(preempted))), requests
 
     def _begin(self, name: SequenceName) -> GenerationRequest:
-        """Of a sequence, which may have begun before."""
+        """The request of a sequence, which may have begun before."""
         if name not in self._begun:
             self._begun[name] = self._request(name[0])
         return self._begun[name]

@@ -335,7 +335,8 @@ class PrefixCache:
     def end(self, request_id: str) -> None:
         self._awaited.pop(request_id, None)
         if (prompt := self._prompts.pop(request_id, None)) is not None:
-            prompt.is_done = True
+            # a request that waits for it refers to it until it is looked up again
+            prompt.is_done, prompt.snapshots, prompt.spans = True, {}, []
             self._tree.unlock(prompt.lookup.match)
 
     def evict(self, num_bytes: int) -> int:

@@ -73,7 +73,7 @@ def longest_input(files: ModelFiles, positions: int | None) -> int | None:
 def describe(
     files: ModelFiles, tokens: TokenIds, width: int, max_model_len: int, report: tuple[str, ...]
 ) -> ModelDescription:
-    """Without what only models that write text have. width: numbers that the model gives."""
+    """What any model has; models that write text add to it. width: numbers that the model gives."""
     return ModelDescription(
         name=files.name,
         directory=files.directory,

@@ -34,7 +34,7 @@ class RankMeter:
         self._started = self._estimate_s = self._collective_s = self._step_s = 0.0
 
     def expect(self, collectives: Sequence[Collective], times: CollectiveTimes) -> str:
-        """Count with these from now on. Returns a line about them."""
+        """Estimate the time in collectives by these from now on. Returns a line about them."""
         self._collectives, self._times = tuple(collectives), times
         num_bytes = sum(each.num_bytes for each in collectives)
         return (

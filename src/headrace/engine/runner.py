@@ -234,7 +234,7 @@ class Runner:
         """Compute the windows' results with at most one forward and one wait for the device."""
         rows = [one.row for one in windows if one.ahead is None]
         logits = logits_of(self._model, windows, rows)
-        if any(one.is_limited for one in windows):
+        if any(one.is_constrained for one in windows):
             # The device computes while the host makes the masks.
             mx.async_eval(logits)
         sampled = isolate_each(windows, Window.sampling_rows, Window.fail)

@@ -194,7 +194,7 @@ class Window:
         return self.num_tokens if self.following else int(self.chunk.samples) * (1 + self.num_drafts)
 
     @property
-    def is_limited(self) -> bool:
+    def is_constrained(self) -> bool:
         return self.live.constraint is not None and self.chunk.samples
 
     def sampling_rows(self) -> list[SamplingRow]:

@@ -36,8 +36,8 @@ class Rows:
         self._preempted: list[str] = []
         self._held_back: dict[str, WaitReason] = {}
         """Requests and preempted sequences that could not start or resume for the next step, and why, by id."""
-        self._none_may_start = False
-        """Of the requests that were not tried for the next step."""
+        self._is_full = False
+        """Whether no further request is tried for the next step: rows or memory are short, or many are held back."""
         self.num_preemptions = 0
         """Preemptions of sequences so far."""
 
@@ -82,7 +82,7 @@ class Rows:
             return waits_for
         if not self._admission.has_rows(len(live.sequences)):
             return WaitReason.ROWS
-        return WaitReason.TURN if self._none_may_start else WaitReason.STEP
+        return WaitReason.TURN if self._is_full else WaitReason.STEP
 
     def take_preempted(self) -> tuple[str, ...]:
         preempted = tuple(self._preempted)
@@ -93,7 +93,7 @@ class Rows:
         """Before a step: reserve the next token of each decoding sequence, and fill free rows. No step may be in
         flight."""
         self._reserve_next_tokens()
-        self._resume_short_ones()
+        self._resume_lacking_bytes()
         self.start_requests()
 
     def _reserve_next_tokens(self) -> None:
@@ -104,7 +104,7 @@ class Rows:
             if preempted := self._admission.grow(sequence):
                 self._preempt(preempted, lacks_bytes=True)
 
-    def _resume_short_ones(self) -> None:
+    def _resume_lacking_bytes(self) -> None:
         for sequence in self._started.values():
             if sequence.lacks_bytes and sequence.id not in self._preempted:
                 self._resume(sequence)
@@ -116,11 +116,11 @@ class Rows:
         flight.
         """
         short = [sequence.id for sequence in self._started.values() if sequence.lacks_bytes]
-        self._none_may_start = bool(short)
+        self._is_full = bool(short)
         self._held_back = dict.fromkeys(short, WaitReason.MEMORY)
         while True:
             has_row = self._admission.has_rows(1)
-            live = None if self._none_may_start else self._waiting.next(self._held_back, has_row=has_row)
+            live = None if self._is_full else self._waiting.next(self._held_back, has_row=has_row)
             preempted = self._next_preempted()
             if preempted is not None and (
                 live is None or self._waiting.goes_first(preempted.request, live.request, has_row=has_row)
@@ -132,7 +132,7 @@ class Rows:
                 return
             if lacking is not None:
                 self._held_back[tried] = lacking
-                self._none_may_start |= lacking in ROOM or len(self._held_back) >= MAX_HELD_BACK
+                self._is_full |= lacking in ROOM or len(self._held_back) >= MAX_HELD_BACK
 
     def _next_preempted(self) -> Sequence | None:
         passed = {*self._held_back, *self._preempted}

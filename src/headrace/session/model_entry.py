@@ -91,8 +91,8 @@ class ModelEntry:
             self._adapters = session.adapters.folders
         return session
 
-    async def give_session(self, session: AnySession) -> None:
-        """With the adapters that the last one had."""
+    async def set_session(self, session: AnySession) -> None:
+        """Take a loaded session, and restore the adapters of the last one."""
         if isinstance(session, Session) and self._adapters is not None:
             await session.adapters.restore(self._adapters)
         self.session = session

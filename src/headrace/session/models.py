@@ -194,7 +194,7 @@ class Models(ServedModels):
             entry.begin_loading(expected_bytes)
             try:
                 session = await in_daemon(partial(entry.source.load, share), entry.loading)
-                await entry.give_session(session)
+                await entry.set_session(session)
             except ConfigError:
                 # It takes more than its files tell.
                 if not (victims := self._idle(entry)):
