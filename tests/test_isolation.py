@@ -8,7 +8,7 @@ import pytest
 
 from headrace.cancellation import WorkCancelled
 from headrace.errors import GenerationFailed, InvalidRequest
-from headrace.isolation import errors_as, isolate_each, isolated
+from headrace.isolation import errors_as, first_line, isolate_each, isolated
 
 
 class Panic(BaseException):
@@ -42,6 +42,19 @@ def test_where_exceptions_pass_only_panics_are_translated() -> None:
         raise ValueError("theirs")
     with pytest.raises(InvalidRequest), errors_as(lambda _: InvalidRequest("not so"), passing=(Exception,)):
         raise Panic
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("no such file\nmore"), "no such file"),
+        (ValueError("error for 'size':\n    TypeError: not an int\nmore"), "error for 'size': TypeError: not an int"),
+        (ValueError("reason:"), "reason:"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_the_first_line_of_a_foreign_error_says_what_is_wrong(error: Exception, line: str) -> None:
+    assert first_line(error) == line
 
 
 def test_side_work_fails_without_its_caller_and_does_not_swallow_interruptions() -> None:

@@ -42,6 +42,14 @@ def errors_as(
         raise translated(error) from error
 
 
+def first_line(error: BaseException) -> str:
+    """Of a foreign error's message, with the next line if it ends with a colon; the error's type if there is none."""
+    line, _, rest = str(error).strip().partition("\n")
+    if line.endswith(":"):
+        line = f"{line} {rest.strip().partition(chr(10))[0]}".rstrip()
+    return line or type(error).__name__
+
+
 @contextmanager
 def isolated(failed: Callable[[Exception], None]) -> Iterator[None]:
     """Around side work: `failed` handles its error, and the caller continues."""

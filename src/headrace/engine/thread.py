@@ -24,7 +24,7 @@ from headrace.engine.prepare import prepare
 from headrace.engine.turns import DeviceTurns
 from headrace.errors import EngineDead, GenerationFailed, HeadraceError, ModelError
 from headrace.grammar.factory import ConstraintFactory
-from headrace.isolation import errors_as
+from headrace.isolation import errors_as, first_line
 from headrace.models.lora_files import read_adapter
 from headrace.ranks.channel import Ranks
 from headrace.types.memory import MemoryShare, ModelMemory
@@ -216,8 +216,7 @@ class EngineThread:
 
     def _not_served(self, error: BaseException) -> ModelError:
         logger.debug("the model can't be served", exc_info=error)
-        name, first_line = type(error).__name__, str(error).partition("\n")[0]
-        return ModelError(f"{self._config.model} can't be served: {name}: {first_line}")
+        return ModelError(f"{self._config.model} can't be served: {type(error).__name__}: {first_line(error)}")
 
 
 def _not_answered(error: BaseException) -> GenerationFailed:

@@ -22,7 +22,8 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers, tqdm
 
 from headrace.cancellation import check_cancelled
 from headrace.errors import ModelError
-from headrace.models.hub import HTTP_ERROR, HubFile, Repository, cache_of, first_line, split_revision, unfinished
+from headrace.isolation import first_line
+from headrace.models.hub import HTTP_ERROR, HubFile, Repository, cache_of, split_revision, unfinished
 from headrace.models.in_use import mark_in_use
 
 _MOST_AT_ONCE = 4

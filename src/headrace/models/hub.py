@@ -27,6 +27,7 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import validate_repo_id
 
 from headrace.errors import ModelError
+from headrace.isolation import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -248,10 +249,6 @@ def hub_errors(name: str) -> Iterator[None]:
             f"{name!r} is not a folder here, not (or not all of it) in the local Hugging Face cache, "
             f"and Hugging Face can't be reached: {first_line(error)}"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

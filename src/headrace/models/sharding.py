@@ -11,8 +11,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.base import gather_last_axis
 
 from headrace.errors import ModelError
-from headrace.isolation import errors_as
-from headrace.models.hub import first_line
+from headrace.isolation import errors_as, first_line
 from headrace.models.levels import is_gated_delta, mixers_of
 from headrace.models.source import ModelFiles
 from headrace.models.weights import evaluate_by_module

@@ -18,7 +18,7 @@ from mlx_lm.utils import _get_classes, load_model
 
 from headrace.cancellation import check_cancelled
 from headrace.errors import ModelError
-from headrace.isolation import errors_as
+from headrace.isolation import errors_as, first_line
 from headrace.models.source import ModelFiles
 
 MEMORY_SHARE = 0.7
@@ -119,8 +119,8 @@ def _load_error(files: ModelFiles, error: BaseException) -> ModelError:
 
 def one_line(error: BaseException) -> str:
     """A foreign error's message, with its type if the message alone says little."""
-    said = str(error).partition("\n")[0]
-    return said if isinstance(error, ValueError | RuntimeError) and said else f"{type(error).__name__}: {said}"
+    line = first_line(error)
+    return line if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {line}"
 
 
 def _classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from headrace.errors import ModelError
-from headrace.isolation import errors_as
+from headrace.isolation import errors_as, first_line
 from headrace.text.detokenize import Detokenizer, TokenPieces
 from headrace.text.encoder import EncodedIds, PlainTextEncoder, TextEncoder
 from headrace.text.frames import Frames, find_frames
@@ -152,8 +152,9 @@ class Tokenizer:
 
 def _not_loaded(directory: Path, error: BaseException | None = None) -> ModelError:
     """error: transformers', which lists several lines of conversions that it tried where the file is missing."""
-    has_file = error is not None and (directory / "tokenizer.json").is_file()
-    reason = str(error).partition("\n")[0] if has_file else "it has no tokenizer.json"
+    reason = "it has no tokenizer.json"
+    if error is not None and (directory / "tokenizer.json").is_file():
+        reason = first_line(error)
     return ModelError(f"no tokenizer could be loaded from {directory}: {reason}")
 
 
