@@ -55,12 +55,12 @@ class Server:
     def on_launched(self, *args: Any) -> None:
         self.calls.put(("launched", *args))
 
-    def on_items(self, number: int, items: Any) -> None:
-        self.calls.put(("items", number, items))
+    def on_items(self, engine_id: int, items: Any) -> None:
+        self.calls.put(("items", engine_id, items))
 
-    def on_uses(self, num_bytes: int) -> None: ...
+    def on_memory_in_use(self, num_bytes: int) -> None: ...
 
-    def on_changed(self, *args: Any) -> None: ...
+    def on_status(self, *args: Any) -> None: ...
 
 
 class Sides:
@@ -99,13 +99,13 @@ def test_other_messages_are_read_while_a_grammar_is_compiled(sides: Sides) -> No
     assert (request.request_id, request.prompt) == ("digits", (1, 2))
     assert request.constraint is not None
     assert request.constraint.compiled == "compiled"
-    sides.calls.call("send", 0, Abort("digits"))
+    sides.calls.call("abort", 0, Abort("digits"))
     assert sides.engine.commands.get(timeout=PATIENCE_S) == Abort("digits")
 
 
 def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs(sides: Sides) -> None:
     sides.submit(DIGITS)
-    sides.calls.call("send", 0, Abort("digits"))
+    sides.calls.call("abort", 0, Abort("digits"))
     sides.submit(replace(DIGITS, max_tokens=7))
     sides.submit(PLAIN)
     assert sides.submitted().request_id == "plain"
@@ -120,5 +120,5 @@ def test_a_grammar_that_cannot_be_compiled_is_the_requests_error(sides: Sides) -
     sides.engine.may_compile.release()
     _, _, [(request_id, error)] = sides.server.calls.get(timeout=PATIENCE_S)
     assert (request_id, error.message) == ("digits", "it can't be compiled")
-    sides.calls.call("send", 0, Abort("digits"))
+    sides.calls.call("abort", 0, Abort("digits"))
     assert sides.engine.commands.get(timeout=PATIENCE_S) == Abort("digits")

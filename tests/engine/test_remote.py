@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 from headrace.cancellation import Cancellation, WorkCancelled, call_cancellable
-from headrace.cli.engine_process import ToServer
+from headrace.cli.engine_process import ServerLogHandler
 from headrace.config import Config, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.remote import EngineProcess
@@ -190,7 +190,7 @@ def test_what_fails_in_the_process_is_answered(engine: Engine, process: EnginePr
     with pytest.raises(ModelError, match="OSError"):  # a name that no file system takes
         asyncio.run(engine.load_adapter(Path("x" * 300)))
     with pytest.raises(GenerationFailed, match="AttributeError"):
-        process.ask(methodcaller("unknown"))
+        process.call_host(methodcaller("unknown"))
     assert asyncio.run(outputs(engine, GenerationRequest("after", (7,), GREEDY, 2)))
 
 
@@ -215,7 +215,7 @@ def test_a_record_of_the_process_has_its_stack_and_no_message_of_its_exception()
 
     calls = Calls()
     logger = logging.Logger("engine")
-    logger.addHandler(ToServer(calls))  # type: ignore[arg-type]
+    logger.addHandler(ServerLogHandler(calls))  # type: ignore[arg-type]
     secret = f"a client's {2 * 3} words"
     try:
         raise ValueError(secret)

@@ -14,7 +14,7 @@ from engine.sparse_models import config, name_tokens, save
 from models import tiny_head
 
 from headrace.engine import prepare as prepare_module
-from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
+from headrace.engine.commands import Abort, Command, LoopCall, Stop, Submit
 from headrace.engine.delivery import Accepted, Item, OutputQueue
 from headrace.engine.engine import Engine
 from headrace.engine.loop import Loop
@@ -318,8 +318,8 @@ def test_all_that_waits_learns_that_the_engine_has_ended(
     folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = Scenario(monkeypatch, folder, draft)
-    question = Ask(Loop.status)
+    call = LoopCall(Loop.status)
     scenario.submit(LONG)
-    scenario.inbox.put(question)
+    scenario.inbox.put(call)
     scenario.loop.fail_all(EngineDead("the device is gone"))
-    assert [type(item) for item in (*scenario.heard, question.answer.exception())] == [EngineDead, EngineDead]
+    assert [type(item) for item in (*scenario.heard, call.result.exception())] == [EngineDead, EngineDead]

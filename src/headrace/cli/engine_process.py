@@ -1,4 +1,4 @@
-"""The engines of a server, in a process of their own, which ends when the server does, whatever runs."""
+"""The process that runs a server's engines. It ends when the server does, even during a step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Command line: descriptors of the connection, and of a pipe that the server closes at its end."""
-    connection, life = int(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=_end_with_server, args=(life,), name="headrace-life", daemon=True).start()
+    """Command line: file descriptors of the connection, and of a pipe that is closed when the server ends."""
+    connection, shutdown_pipe = int(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=_exit_with_server, args=(shutdown_pipe,), name="headrace-shutdown", daemon=True).start()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # a service manager sends SIGTERM to all processes, and the server drains
-    # The interpreter's switch interval stays long here: threads beside the engine's run while that is in MLX, which
-    # gives the interpreter away several times a step.
+    # The interpreter's switch interval stays long here: other threads run while the engine's is in MLX, which releases
+    # the GIL several times a step.
     set_up_libraries()
     try:
         process = import_module("headrace.engine.process")
@@ -41,14 +41,14 @@ def main() -> None:
         return
     server = process.EngineServer(_launch)
     calls = OneWayCalls(socket.socket(fileno=connection), server)
-    logging.getLogger().addHandler(ToServer(calls))
+    logging.getLogger().addHandler(ServerLogHandler(calls))
     logging.getLogger().setLevel(logging.WARNING)
     server.serve(calls)
     os._exit(0)
 
 
-def _end_with_server(life: int) -> None:
-    os.read(life, 1)
+def _exit_with_server(shutdown_pipe: int) -> None:
+    os.read(shutdown_pipe, 1)
     os._exit(0)
 
 
@@ -71,8 +71,8 @@ def _other_ranks(config: Config) -> Ranks | None:
     return ranks
 
 
-class ToServer(QueueHandler):
-    """Has the server log the records."""
+class ServerLogHandler(QueueHandler):
+    """Sends log records to the server."""
 
     def __init__(self, calls: OneWayCalls) -> None:
         super().__init__(None)  # type: ignore[arg-type]

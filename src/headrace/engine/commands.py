@@ -1,4 +1,4 @@
-"""What an engine's thread is told to do between two steps."""
+"""Commands that the engine's thread takes between two steps."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Abort:
     reason: str = "abort"
 
 
-def new_answer() -> Future[Any]:
-    """A future that can't be cancelled, so that it can be set when its caller waits no longer."""
-    answer = Future[Any]()
-    answer.set_running_or_notify_cancel()
-    return answer
+def new_result() -> Future[Any]:
+    """A future that can't be cancelled, so that it can still be set after its caller has left."""
+    result = Future[Any]()
+    result.set_running_or_notify_cancel()
+    return result
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Call a function with the loop. answer: its result, or its ModelError, or EngineDead."""
+class LoopCall:
+    """Call a function with the loop. result: may raise ModelError or EngineDead."""
 
     call: Callable[[Loop], Any]
-    answer: Future[Any] = field(default_factory=new_answer)
+    result: Future[Any] = field(default_factory=new_result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Stop:
     """End the thread after the step in progress."""
 
 
-Command = Submit | Abort | Ask | Stop
+Command = Submit | Abort | LoopCall | Stop
 
 
 @dataclass(frozen=True, slots=True)
-class AskBeside:
-    """Call a function in a thread beside the engine's, which goes on meanwhile. answer: or a HeadraceError."""
+class ThreadCall:
+    """Call a function in another thread, while the engine's goes on. result: may raise a HeadraceError."""
 
     call: Callable[[EngineThread], Any]
-    answer: Future[Any] = field(default_factory=new_answer)
+    result: Future[Any] = field(default_factory=new_result)

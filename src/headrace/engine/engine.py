@@ -1,9 +1,9 @@
 """The engine's async facade: what sessions see of a loaded model.
 
-    asyncio ── Submit, Abort, Ask ──▶ the engine's thread ──▶ one queue per request
+    asyncio ── Submit, Abort, calls ──▶ the engine's thread ──▶ one queue per request
 
-That thread runs in this process (`thread.py`), or in one that only has engines (`remote.py`), so that Python code that
-serves requests does not take the interpreter from the engine's.
+That thread runs in this process (`thread.py`) or in a separate one (`remote.py`), where it does not share the GIL with
+the code that serves requests.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import replace
 from importlib import import_module
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.config import Config
-from headrace.engine.commands import Abort, Ask, AskBeside, Command, Submit
+from headrace.engine.commands import Abort, Command, LoopCall, Submit, ThreadCall
 from headrace.engine.delivery import EventLoopReceiver, Item, OutputQueue
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest
 from headrace.types.events import FinishReason, Forecast, TokenOutput
@@ -35,13 +35,11 @@ if TYPE_CHECKING:
     from headrace.models.picture_processor import PictureProcessor
     from headrace.ranks.channel import Ranks
 
-Answer = TypeVar("Answer")
-
 
 class EngineCore(Protocol):
     """What runs a model: the engine's thread, in this process or in another.
 
-    death: why it runs no more; None while it does. is_remote: in another process.
+    death: why it has ended; None while it runs. is_remote: in another process.
     """
 
     death: str | None
@@ -59,13 +57,13 @@ class EngineCore(Protocol):
     @property
     def has_constraints(self) -> bool: ...
 
-    def send(self, command: Command | AskBeside) -> None: ...
+    def send(self, command: Command | ThreadCall) -> None: ...
 
     def stop(self, timeout_s: float | None = None) -> bool: ...
 
 
 class EngineHost(Protocol):
-    """The process that has the engines' arrays."""
+    """The process that runs the engines."""
 
     def device_memory(self, utilization: float | None) -> int:
         """Bytes for the weights and states of all models. utilization: as configured."""
@@ -79,10 +77,10 @@ class EngineHost(Protocol):
         """See `held_weights_bytes`. Raises ModelError."""
 
     def failure(self) -> str | None:
-        """None, or why no engine can run in it any more."""
+        """Why no engine can run in it any more; None if engines can."""
 
     def release_memory(self) -> None:
-        """After an engine has stopped: give back what is left of it in cycles and in buffers."""
+        """After an engine has stopped: collect its reference cycles and free MLX's buffers."""
 
 
 def this_process() -> EngineHost:
@@ -91,7 +89,7 @@ def this_process() -> EngineHost:
 
 
 def _may_join(first: TokenOutput, second: TokenOutput) -> bool:
-    """Whether both are of one choice, and none of them is only progress."""
+    """Whether both are of one choice, and neither only reports progress."""
     return second.choice == first.choice and first.num_processed is None and second.num_processed is None
 
 
@@ -208,7 +206,7 @@ class Engine:
         return self._core.memory
 
     def health(self) -> str | None:
-        """None, or why no request can be served."""
+        """Why no request can be served; None if requests can."""
         return self._core.death
 
     def warm_up_status(self) -> WarmUpStatus:
@@ -227,7 +225,7 @@ class Engine:
         self._core.send(Submit(request, stream.outputs, time.monotonic()))
         async with AsyncExitStack() as unless_accepted:
             unless_accepted.push_async_callback(stream.aclose)
-            # the thread may have died between the check and the command, which is then never read
+            # the thread may have died after the check, and then never reads the command
             self._refuse_if_dead()
             await stream.accepted()
             unless_accepted.pop_all()
@@ -235,47 +233,47 @@ class Engine:
 
     async def abort(self, request_id: str) -> bool:
         """Cancel a request by its id; its stream raises RequestCancelled. False if it is not in progress."""
-        is_known: bool = await self._ask("abort", request_id)
+        is_known: bool = await self._call_loop("abort", request_id)
         return is_known
 
     async def status(self) -> EngineStatus:
         """The status between two steps. Raises EngineDead."""
-        status: EngineStatus = await self._ask("status")
+        status: EngineStatus = await self._call_loop("status")
         return status if self._core.is_remote else replace(status, engine_process=None)
 
     async def forecast(self, requests: Sequence[GenerationRequest]) -> Forecast:
         """What a client's prompts would cost if they were submitted after the step in progress. Raises EngineDead."""
-        forecast: Forecast = await self._ask("forecast", requests)
+        forecast: Forecast = await self._call_loop("forecast", requests)
         return forecast
 
     async def clear_cache(self) -> int:
         """Drop all entries of the prefix cache that are not in use. Returns the bytes freed. Raises EngineDead."""
-        num_bytes: int = await self._ask("clear_cache")
+        num_bytes: int = await self._call_loop("clear_cache")
         return num_bytes
 
     async def load_adapter(self, folder: Path) -> str:
         """Hold the adapter of a folder for requests, and give its fingerprint. Raises ModelError and EngineDead."""
-        fingerprint: str = await self._answer(AskBeside(methodcaller("load_adapter", folder)))
+        fingerprint: str = await self._result_of(ThreadCall(methodcaller("load_adapter", folder)))
         return fingerprint
 
     async def drop_adapter(self, fingerprint: str) -> None:
         """Refuse new requests for an adapter, and free it once the running ones have ended. Raises EngineDead."""
-        await self._ask("drop_adapter", fingerprint)
+        await self._call_loop("drop_adapter", fingerprint)
 
     async def set_budget(self, num_bytes: int) -> int:
         """See `Loop.set_budget`. Raises EngineDead."""
-        budget_bytes: int = await self._ask("set_budget", num_bytes)
+        budget_bytes: int = await self._call_loop("set_budget", num_bytes)
         return budget_bytes
 
-    async def _ask(self, method: str, *args: Any) -> Any:
+    async def _call_loop(self, method: str, *args: Any) -> Any:
         """The result of the loop's method, called between two steps. Raises EngineDead, and the method's ModelError."""
-        return await self._answer(Ask(methodcaller(method, *args)))
+        return await self._result_of(LoopCall(methodcaller(method, *args)))
 
-    async def _answer(self, question: Ask | AskBeside) -> Any:
+    async def _result_of(self, call: LoopCall | ThreadCall) -> Any:
         self._refuse_if_dead()
-        self._core.send(question)
+        self._core.send(call)
         self._refuse_if_dead()
-        return await asyncio.wrap_future(question.answer)
+        return await asyncio.wrap_future(call.result)
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the thread after the step in progress; requests that are still running get EngineDead.

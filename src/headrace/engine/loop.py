@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 
 from headrace.backend.gpu_use import gpu_utilization
-from headrace.engine.commands import Abort, Ask, Command, Stop, Submit
+from headrace.engine.commands import Abort, Command, LoopCall, Stop, Submit
 from headrace.engine.delivery import Accepted, Item, OutputQueue, deliver
 from headrace.engine.disk_cache import DiskCache
 from headrace.engine.features import FeatureCache
@@ -40,7 +40,7 @@ DISK_POLL_S = 0.002
 """Interval at which reads from disk are polled while there is nothing to compute."""
 
 IDLE_S = 1.0
-"""Without a command for so long, freed buffers go back to the system where other programs use the same memory."""
+"""Without a command for so long, freed buffers return to the system if other programs share the memory."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Loop:
         self._ranks = parts.ranks
         self._adapters = runner.adapters
         self.warm_up = warm_up
-        """Its status may be read in any thread."""
+        """Any thread may read its status."""
         self._memory = memory
         self._first_adapters_bytes = self._adapters.num_bytes
         """Beside the budget."""
@@ -157,16 +157,16 @@ class Loop:
             command = self._inbox.get()
             if isinstance(command, Submit):
                 queues.append(command.outputs)
-            elif isinstance(command, Ask):
-                command.answer.set_exception(error)
-        self._hand_over([(outputs, error) for outputs in queues])
+            elif isinstance(command, LoopCall):
+                command.result.set_exception(error)
+        self._deliver([(outputs, error) for outputs in queues])
         self._queues.clear()
 
     def _receive(self) -> None:
         """Take all commands; wait for one if there is nothing to compute."""
         has_requests = self._scheduler.num_running + self._scheduler.num_waiting > 0
         if not has_requests and not self._can_warm_up(is_idle=True):
-            # rows of what was just finished or aborted are freed before the wait, not after it
+            # free the rows of finished and aborted requests before the wait, not after it
             self._free()
             while self._inbox.empty() and self._disk.hand_over():
                 pass
@@ -225,20 +225,20 @@ class Loop:
     def _take(self, command: Command) -> None:
         with ExitStack() as unless_done:
             unless_done.callback(self._inbox.put, command)  # the thread ends: `fail_all` answers it
-            self._obey(command)
+            self._handle(command)
             unless_done.pop_all()
 
-    def _obey(self, command: Command) -> None:
+    def _handle(self, command: Command) -> None:
         match command:
             case Submit():
                 self._submit(command)
             case Abort(request_id, reason):
                 self.abort(request_id, reason)
-            case Ask(call, answer):
+            case LoopCall(call, result):
                 try:
-                    answer.set_result(call(self))
+                    result.set_result(call(self))
                 except ModelError as error:
-                    answer.set_exception(error)
+                    result.set_exception(error)
             case Stop():
                 self._is_stopping = True
 
@@ -292,7 +292,7 @@ class Loop:
             self._adapters.check(request)
             self._scheduler.add(request, command.now)
         except HeadraceError as error:
-            self._hand_over([(command.outputs, error)])
+            self._deliver([(command.outputs, error)])
             return
         self._adapters.begin(request)
         self._queues[request.request_id] = command.outputs
@@ -301,14 +301,14 @@ class Loop:
             self._stats.submitted(
                 request.request_id, len(request.prompt), command.now, request.num_choices, request.route
             )
-        self._hand_over([(command.outputs, Accepted())])
+        self._deliver([(command.outputs, Accepted())])
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
         """False if the request is not in progress."""
         is_known = self._scheduler.abort(request_id)
         if is_known:
             error = RequestCancelled(f"request {request_id} was cancelled")
-            self._hand_over([(self._queues[request_id], error)])
+            self._deliver([(self._queues[request_id], error)])
             self._end(request_id, reason)
         return is_known
 
@@ -350,7 +350,7 @@ class Loop:
     def _publish(self, outcome: StepOutcome, now: float) -> None:
         items: list[tuple[OutputQueue, Item]] = [(self._queues[one.request_id], one) for one in outcome.outputs]
         items += [(self._queues[request_id], _public(error)) for request_id, error in outcome.errors.items()]
-        self._hand_over(items)
+        self._deliver(items)
         for output in outcome.outputs:
             self._stats.output(output, now)
         for request_id in outcome.errors:
@@ -358,7 +358,7 @@ class Loop:
         for request_id in outcome.finished:
             self._end(request_id, None)
 
-    def _hand_over(self, items: Sequence[tuple[OutputQueue, Item]]) -> None:
+    def _deliver(self, items: Sequence[tuple[OutputQueue, Item]]) -> None:
         for request_id in deliver(items):
             self._inbox.put(Abort(request_id))
 

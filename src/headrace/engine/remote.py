@@ -1,4 +1,4 @@
-"""A process that only has engines: the side that serves requests. `process.py` is the other side."""
+"""Starts the process that runs the engines, and calls it. `process.py` is its counterpart there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from headrace.cancellation import interrupted_by
 from headrace.config import Config
-from headrace.engine.commands import Abort, Ask, AskBeside, Command, Stop, Submit, new_answer
+from headrace.engine.commands import Abort, Command, LoopCall, Stop, Submit, ThreadCall, new_result
 from headrace.engine.delivery import Item, OutputQueue, deliver
 from headrace.errors import EngineDead, HeadraceError
 from headrace.messages import OneWayCalls
@@ -36,35 +36,34 @@ _PROGRAM = (
 )
 """Runs the same package as this process, and no module of the working directory."""
 
-_END_S = 0.3
+_EXIT_TIMEOUT_S = 0.3
 """Time for the process to end once its connection is closed, which takes milliseconds; then it is killed."""
 
 
 class EngineProcess:
-    """A process for engines, with a thread here that takes what comes from it. Also the host of those engines."""
+    """The process that runs the engines, and the thread here that receives its messages. See `EngineHost`."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         # nothing is sent: the process ends when our end is closed, even while it imports
-        life, self._life = os.pipe()
+        shutdown_pipe, self._shutdown_pipe = os.pipe()
         package = str(Path(__file__).parents[2])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, package, str(theirs.fileno()), str(life)],
+                [sys.executable, "-P", "-c", _PROGRAM, package, str(theirs.fileno()), str(shutdown_pipe)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), life],
-                start_new_session=True,  # Ctrl-C is for the server, which ends its engines itself
+                pass_fds=[theirs.fileno(), shutdown_pipe],
+                start_new_session=True,  # Ctrl-C must reach only the server, which ends this process
             )
-        os.close(life)
+        os.close(shutdown_pipe)
         self._calls = OneWayCalls(ours, self)
-        self._numbers = count()
+        self._ids = count()
         self._cores: dict[int, RemoteCore] = {}
-        self._answers: dict[int, tuple[int | None, Future[Any]]] = {}
-        """By question: of which engine, and its answer."""
+        self._results: dict[int, tuple[int | None, Future[Any]]] = {}
+        """By call: of which engine, and its result."""
         self._memory_in_use = 0
         self._is_closed = False
-        self._end: str | None = None
-        """Why the process has ended."""
+        self._exit_reason: str | None = None
         threading.Thread(target=self._serve, name="headrace-engines", daemon=True).start()
 
     @property
@@ -72,130 +71,129 @@ class EngineProcess:
         return self._process.pid
 
     def launch(self, config: Config, share: MemoryShare | None = None) -> RemoteCore:
-        """Begin to load a model. `RemoteCore.wait` waits for it."""
-        core = RemoteCore(next(self._numbers), self, self._calls)
-        self._cores[core.number] = core
-        self._calls.call("launch", core.number, config, share)
-        if self._end is not None:
-            core.ended(self._end)
+        """Start loading a model. See `RemoteCore.wait`."""
+        core = RemoteCore(next(self._ids), self, self._calls)
+        self._cores[core.engine_id] = core
+        self._calls.call("launch", core.engine_id, config, share)
+        if self._exit_reason is not None:
+            core.ended(self._exit_reason)
             core.is_stopped.set()
         return core
 
     def device_memory(self, utilization: float | None) -> int:
-        num_bytes: int = self.ask(methodcaller("device_memory", utilization))
+        num_bytes: int = self.call_host(methodcaller("device_memory", utilization))
         return num_bytes
 
     def device(self) -> DeviceStatus:
-        device: DeviceStatus = self.ask(methodcaller("device"))
+        device: DeviceStatus = self.call_host(methodcaller("device"))
         return device
 
     def memory_in_use(self) -> int:
-        """As of some tenths of a second ago."""
+        """As of the last report, some tenths of a second ago."""
         return self._memory_in_use
 
     def exact_memory_in_use(self) -> int:
-        num_bytes: int = self.ask(methodcaller("memory_in_use"))
+        num_bytes: int = self.call_host(methodcaller("memory_in_use"))
         return num_bytes
 
     def weights_bytes(self, config: Config) -> int:
-        num_bytes: int = self.ask(methodcaller("weights_bytes", config))
+        num_bytes: int = self.call_host(methodcaller("weights_bytes", config))
         return num_bytes
 
     def failure(self) -> str | None:
         try:
-            failure: str | None = self.ask(methodcaller("failure"))
+            failure: str | None = self.call_host(methodcaller("failure"))
         except EngineDead as error:
             return error.message
         return failure
 
     def release_memory(self) -> None:
         with suppress(EngineDead):
-            self.ask(methodcaller("release_memory"))
+            self.call_host(methodcaller("release_memory"))
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, even during a step."""
         self._calls.close()
         if not self._is_closed:
             self._is_closed = True
-            os.close(self._life)
+            os.close(self._shutdown_pipe)
         try:
-            self._process.wait(_END_S)
+            self._process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def question(self, number: int | None, answer: Future[Any]) -> int:
-        """A number for a question to an engine, or to the process (None)."""
-        question = next(self._numbers)
-        self._answers[question] = number, answer
-        return question
+    def new_call(self, engine_id: int | None, result: Future[Any]) -> int:
+        """The id of a call to an engine, or to the process (None)."""
+        call_id = next(self._ids)
+        self._results[call_id] = engine_id, result
+        return call_id
 
-    def forget(self, core: RemoteCore, error: HeadraceError) -> None:
-        """An engine runs no more: what waits for its answers gets an error."""
-        for question, (number, _) in tuple(self._answers.items()):
-            if number == core.number:
-                self.on_answer(question, error)
+    def fail_calls(self, core: RemoteCore, error: HeadraceError) -> None:
+        for call_id, (engine_id, _) in tuple(self._results.items()):
+            if engine_id == core.engine_id:
+                self.on_result(call_id, error)
 
-    def ask(self, call: Callable[[Any], Any]) -> Any:
-        """Ask the process, and wait. Raises EngineDead, and what the call raises."""
-        answer = new_answer()
-        self._calls.call("ask_host", self.question(None, answer), call)
-        if self._end is not None:
-            raise EngineDead(self._end)
-        return answer.result()
+    def call_host(self, call: Callable[[Any], Any]) -> Any:
+        """Call a method of the process's host, and wait. Raises EngineDead, and what the call raises."""
+        result = new_result()
+        self._calls.call("call_host", self.new_call(None, result), call)
+        if self._exit_reason is not None:
+            raise EngineDead(self._exit_reason)
+        return result.result()
 
     def _serve(self) -> None:
         try:
             self._calls.serve()
-        finally:  # also after an error here, without which nothing would come any more
+        finally:  # also after an error here, after which no message would be received
             self._calls.close()
-            self._has_ended(f"the engine's process {_ending(self._process.wait())}")
+            self._on_exit(f"the engine's process {_exit_text(self._process.wait())}")
 
-    def _has_ended(self, reason: str) -> None:
-        self._end, error = reason, EngineDead(reason)
+    def _on_exit(self, reason: str) -> None:
+        self._exit_reason, error = reason, EngineDead(reason)
         for core in tuple(self._cores.values()):
             core.ended(reason)
             core.is_stopped.set()
-        for question in tuple(self._answers):
-            self.on_answer(question, error)
+        for call_id in tuple(self._results):
+            self.on_result(call_id, error)
 
     def on_launched(
-        self, number: int, model: ModelDescription, memory: ModelMemory, warm_up: WarmUpStatus, has_constraints: bool
+        self, engine_id: int, model: ModelDescription, memory: ModelMemory, warm_up: WarmUpStatus, has_constraints: bool
     ) -> None:
-        if (core := self._cores.get(number)) is not None:  # else it was stopped at the end of its load
+        if (core := self._cores.get(engine_id)) is not None:  # else it was stopped at the end of its load
             core.launched(model, memory, warm_up, has_constraints)
 
-    def on_failed(self, number: int, error: HeadraceError) -> None:
-        if (core := self._cores.pop(number, None)) is not None:
+    def on_failed(self, engine_id: int, error: HeadraceError) -> None:
+        if (core := self._cores.pop(engine_id, None)) is not None:
             core.failed(error)
             core.is_stopped.set()
 
-    def on_changed(self, number: int, death: str | None, warm_up: WarmUpStatus) -> None:
-        if (core := self._cores.get(number)) is not None:
+    def on_status(self, engine_id: int, death: str | None, warm_up: WarmUpStatus) -> None:
+        if (core := self._cores.get(engine_id)) is not None:
             core.warm_up = warm_up
             if death is not None:
                 core.ended(death)
 
-    def on_stopped(self, number: int) -> None:
-        if (core := self._cores.pop(number, None)) is not None:
+    def on_stopped(self, engine_id: int) -> None:
+        if (core := self._cores.pop(engine_id, None)) is not None:
             core.ended("it was stopped")
             core.is_stopped.set()
 
-    def on_uses(self, num_bytes: int) -> None:
+    def on_memory_in_use(self, num_bytes: int) -> None:
         self._memory_in_use = num_bytes
 
-    def on_items(self, number: int, items: Sequence[tuple[str, Item]]) -> None:
-        if (core := self._cores.get(number)) is not None:
+    def on_items(self, engine_id: int, items: Sequence[tuple[str, Item]]) -> None:
+        if (core := self._cores.get(engine_id)) is not None:
             core.take(items)
 
-    def on_answer(self, question: int, value: Any) -> None:
-        _, answer = self._answers.pop(question, (None, None))
-        if answer is None:  # the engine was stopped meanwhile
+    def on_result(self, call_id: int, value: Any) -> None:
+        _, result = self._results.pop(call_id, (None, None))
+        if result is None:  # the engine was stopped meanwhile
             return
         if isinstance(value, HeadraceError):
-            answer.set_exception(value)
+            result.set_exception(value)
         else:
-            answer.set_result(value)
+            result.set_result(value)
 
     def on_log(self, record: logging.LogRecord) -> None:
         logger = logging.getLogger(record.name)
@@ -205,7 +203,7 @@ class EngineProcess:
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """num_choices: that have not ended."""
+    """num_choices: those that have not ended."""
 
     outputs: OutputQueue
     num_choices: int
@@ -216,8 +214,8 @@ class RemoteCore:
 
     is_remote = True
 
-    def __init__(self, number: int, process: EngineProcess, calls: OneWayCalls) -> None:
-        self.number = number
+    def __init__(self, engine_id: int, process: EngineProcess, calls: OneWayCalls) -> None:
+        self.engine_id = engine_id
         self.death: str | None = None
         self.warm_up = WarmUpStatus()
         self.has_constraints = False
@@ -231,7 +229,7 @@ class RemoteCore:
         self._open: dict[str, _OpenRequest] = {}
 
     def wait(self) -> None:
-        """Until the model is loaded. Raises ModelError and ConfigError, and WorkCancelled once the load has ended."""
+        """Wait for the model. Raises ModelError and ConfigError, and WorkCancelled once the load has ended."""
         with interrupted_by(lambda: self.send(Stop())):
             self._is_ready.wait()
         if self._error is not None:
@@ -257,23 +255,23 @@ class RemoteCore:
         self._error = error
         self._is_ready.set()
 
-    def send(self, command: Command | AskBeside) -> None:
+    def send(self, command: Command | ThreadCall) -> None:
         match command:
             case Submit(request, outputs, now):
                 self._open[request.request_id] = _OpenRequest(outputs, request.num_choices)
                 spec = request.constraint
-                # as an array, long prompts take half of the time to cross; a compiled grammar can't
+                # a long prompt is sent in half of the time as an array; a compiled grammar can't be sent
                 sent = replace(request, prompt=(), constraint=None if spec is None else replace(spec, compiled=None))
-                self._calls.call("submit", self.number, sent, array("i", request.prompt), now)
+                self._calls.call("submit", self.engine_id, sent, array("i", request.prompt), now)
             case Abort(request_id):
                 self._open.pop(request_id, None)
-                self._calls.call("send", self.number, command)
-            case Ask(call, answer):
-                self._calls.call("ask", self.number, self._process.question(self.number, answer), call)
-            case AskBeside(call, answer):
-                self._calls.call("call", self.number, self._process.question(self.number, answer), call)
+                self._calls.call("abort", self.engine_id, command)
+            case LoopCall(call, result):
+                self._calls.call("call_loop", self.engine_id, self._process.new_call(self.engine_id, result), call)
+            case ThreadCall(call, result):
+                self._calls.call("call_thread", self.engine_id, self._process.new_call(self.engine_id, result), call)
             case Stop():
-                self._calls.call("stop", self.number)
+                self._calls.call("stop", self.engine_id)
 
     def take(self, items: Sequence[tuple[str, Item]]) -> None:
         """Items from the engine. Those of requests that were aborted meanwhile are dropped."""
@@ -294,20 +292,19 @@ class RemoteCore:
         return self.is_stopped.wait(timeout_s)
 
     def ended(self, death: str) -> None:
-        """The engine runs no more: what waits for it gets an error."""
+        """Fail what waits for the engine, which has ended."""
         if self.death is not None:
             return
         self.death = death
         error = EngineDead(f"the engine is not running: {death}")
         if not self._is_ready.is_set():
             self.failed(error)
-        self._process.forget(self, error)
+        self._process.fail_calls(self, error)
         requests, self._open = self._open, {}
         deliver([(each.outputs, error) for each in requests.values()])
 
 
-def _ending(code: int) -> str:
-    """How a process has ended, by its return code."""
+def _exit_text(code: int) -> str:
     if code >= 0:
         return f"has ended with code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from headrace.cancellation import WorkCancelled
 from headrace.config import Config
-from headrace.engine.commands import Ask, AskBeside, Command, Stop
+from headrace.engine.commands import Command, LoopCall, Stop, ThreadCall
 from headrace.engine.loop import Loop, adapter_error
 from headrace.engine.mirror import Follower
 from headrace.engine.prepare import prepare
@@ -34,7 +34,7 @@ from headrace.types.status import WarmUpStatus
 
 logger = logging.getLogger(__name__)
 
-_END_S = 1.0
+_JOIN_TIMEOUT_S = 1.0
 
 
 class EngineThread:
@@ -84,13 +84,13 @@ class EngineThread:
 
         constraints: makes the requests' constraints; then only tokens of its tokenizer are sampled. None: requests with
         a constraint are refused.
-        turns, share: of the device, for a model that is not alone. ranks: the processes that share the model.
+        turns, share: of the device, if other models use it too. ranks: the processes that share the model.
         """
         engine = cls(config, constraints, turns, share, ranks)
         engine._thread.start()
         engine._is_ready.wait()
         if engine._launch_error is not None:
-            engine._thread.join(_END_S)  # it may wait in vain for another rank
+            engine._thread.join(_JOIN_TIMEOUT_S)  # it may wait for another rank for ever
             if ranks is not None:
                 ranks.fail(str(engine._launch_error))
             raise engine._launch_error
@@ -115,18 +115,18 @@ class EngineThread:
     def has_constraints(self) -> bool:
         return self._constraints is not None
 
-    def send(self, command: Command | AskBeside) -> None:
-        if isinstance(command, AskBeside):
-            threading.Thread(target=self._answer, args=(command,), name="headrace-call", daemon=True).start()
+    def send(self, command: Command | ThreadCall) -> None:
+        if isinstance(command, ThreadCall):
+            threading.Thread(target=self._run_call, args=(command,), name="headrace-call", daemon=True).start()
         else:
             self._inbox.put(command)
 
-    def _answer(self, command: AskBeside) -> None:
+    def _run_call(self, command: ThreadCall) -> None:
         try:
-            with errors_as(_not_answered):
-                command.answer.set_result(command.call(self))
+            with errors_as(_call_failed):
+                command.result.set_result(command.call(self))
         except HeadraceError as error:
-            command.answer.set_exception(error)
+            command.result.set_exception(error)
 
     def compiled(self, request: GenerationRequest) -> GenerationRequest:
         """The request with its compiled grammar, which may take long. Raises InvalidRequest."""
@@ -141,11 +141,11 @@ class EngineThread:
             raise ModelError("adapters are not supported for a model that is split over ranks")
         with errors_as(adapter_error):  # a file may hold anything
             files = read_adapter(folder)
-        load = Ask(lambda loop: loop.load_adapter(files))
+        load = LoopCall(lambda loop: loop.load_adapter(files))
         self._inbox.put(load)
         if self.death is not None:  # its inbox may not be read any more
             raise self.dead()
-        load.answer.result()
+        load.result.result()
         return files.fingerprint
 
     def dead(self) -> EngineDead:
@@ -157,20 +157,22 @@ class EngineThread:
         False if it has not ended after `timeout_s`, in which case only the end of the process ends it.
         """
         self._inbox.put(Stop())
-        # a thread that waits in MLX for a rank that has ended never does
-        self._thread.join(timeout_s if self.death is None else _END_S)
+        # a thread that waits in MLX for an ended rank never ends
+        self._thread.join(timeout_s if self.death is None else _JOIN_TIMEOUT_S)
         if self._ranks is not None:
             self._ranks.close()
         return not self._thread.is_alive()
 
     def wait_for_end(self) -> None:
-        """Until the thread has ended, or another rank has."""
+        """Return once the thread, or another rank, has ended."""
         self._is_over.wait()
 
     def _lost(self, reason: str) -> None:
-        """Another rank has ended; the thread may wait for it in MLX, and then does so for ever."""
+        """Another rank has ended. The thread may wait for it in MLX, for ever."""
         error = EngineDead(f"the engine is not running: {reason}")
-        if not self._is_ready.is_set() and not self._is_ready.wait(_END_S):  # it may have a better reason itself
+        if not self._is_ready.is_set() and not self._is_ready.wait(
+            _JOIN_TIMEOUT_S
+        ):  # it may have a better reason itself
             self._launch_error = error
             self._is_ready.set()
         if self._loop is not None:
@@ -219,6 +221,6 @@ class EngineThread:
         return ModelError(f"{self._config.model} can't be served: {type(error).__name__}: {first_line(error)}")
 
 
-def _not_answered(error: BaseException) -> GenerationFailed:
-    logger.error("a call beside the engine's thread failed", exc_info=error)
+def _call_failed(error: BaseException) -> GenerationFailed:
+    logger.error("a call in another thread than the engine's failed", exc_info=error)
     return GenerationFailed(f"the engine could not answer: {type(error).__name__}")
