@@ -31,7 +31,7 @@ from typing import Any, cast
 from headrace.config import ServerConfig
 from headrace.engine.delivery import Accepted, EventLoopReceiver
 from headrace.engine.engine import Engine, OutputStream
-from headrace.long_work import hand_over_soon
+from headrace.long_work import shorten_switch_interval
 from headrace.models.built_in import MINIATURE
 from headrace.server.run import HttpServer, open_listener
 from headrace.session.models import Models
@@ -228,7 +228,7 @@ def measure(options: argparse.Namespace) -> None:
     if options.profile:
         engine.profile = cProfile.Profile()
     session = Session.for_engine(cast(Engine, engine), text)
-    hand_over_soon()
+    shorten_switch_interval()
     with asyncio.Runner(loop_factory=_loop_factory(options.loop)) as runner:
         seconds = runner.run(_measured(options, engine, session))
     if engine.profile is not None:

@@ -28,7 +28,7 @@ _turn = threading.Lock()
 _holds_turn: ContextVar[bool] = ContextVar("holds_turn", default=False)
 
 
-def hand_over_soon() -> None:
+def shorten_switch_interval() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 

@@ -176,7 +176,7 @@ def answering(name: str, abilities: tuple[str, ...] = ()) -> ModelEntry:
 def prepared(name: str, *, takes_any_name: bool = False) -> str:
     """The model that a chat begins with that was asked for this one."""
     entry = answering("one")
-    entry.source = replace(entry.source, word="org/first")
+    entry.source = replace(entry.source, spec="org/first")
     models = Models([answering("vectors", ("embedding",)), entry], 10_000, takes_any_name=takes_any_name)
 
     async def scenario() -> str:

@@ -19,13 +19,13 @@ def test_work_is_found_by_the_requests_id_and_by_its_answers_until_it_is_release
     live = LiveRequests()
     request_id = live.admit("mine")
     assert request_id == "mine"
-    assert live.work_of("mine") == ()
+    assert live.engine_ids_of("mine") == ()
     live.attach("mine", "cmpl-1", ("cmpl-1-0", "cmpl-1-1"))
-    assert live.work_of("mine") == live.work_of("cmpl-1") == ("cmpl-1-0", "cmpl-1-1")
+    assert live.engine_ids_of("mine") == live.engine_ids_of("cmpl-1") == ("cmpl-1-0", "cmpl-1-1")
     live.release("mine")
     # An unknown id may still be one that the engine knows.
-    assert live.work_of("mine") == ("mine",)
-    assert live.work_of("cmpl-1") == ("cmpl-1",)
+    assert live.engine_ids_of("mine") == ("mine",)
+    assert live.engine_ids_of("cmpl-1") == ("cmpl-1",)
 
 
 def test_ids_that_would_do_harm_or_are_taken_are_replaced() -> None:

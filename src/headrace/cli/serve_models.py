@@ -48,7 +48,7 @@ def served_models(plan: ServePlan, process: EngineProcess) -> Models:
 def _entry(planned: PlannedModel, process: EngineProcess) -> ModelEntry:
     config = planned.config
     source = ModelSource(
-        word=config.model,
+        spec=config.model,
         fetch=partial(_fetch, config, process),
         load=partial(load_session, config, process),
         outline=partial(_outline, config),
@@ -69,19 +69,19 @@ def _check(entries: Sequence[ModelEntry], keep: Sequence[str]) -> None:
     for entry in entries:
         for name in entry.names:
             if name in known:
-                both = f"{known[name].source.word} and {entry.source.word}"
+                both = f"{known[name].source.spec} and {entry.source.spec}"
                 raise ConfigError(f"two models have the name {name}: {both}; --models-file can name them apart")
             known[name] = entry
     names = dict(known)
     for entry in entries:
         for name in entry.source.adapters:
             if name in names:
-                owner = names[name].source.word
-                raise ConfigError(f"--adapter {name} of {entry.source.word}: {owner} is served under this name already")
+                owner = names[name].source.spec
+                raise ConfigError(f"--adapter {name} of {entry.source.spec}: {owner} is served under this name already")
             names[name] = entry
-    words = {entry.source.word: entry for entry in entries}
+    by_spec = {entry.source.spec: entry for entry in entries}
     for name in keep:
-        found = known.get(name) or words.get(name)
+        found = known.get(name) or by_spec.get(name)
         if found is None:
             raise ConfigError(with_suggestion(f"--keep {name}: there is no such model", name, known))
         found.is_kept = True
@@ -128,7 +128,7 @@ def load_session(config: Config, process: EngineProcess, share: MemoryShare | No
 
 
 def _outline(config: Config) -> ModelOutline:
-    """What a model's files tell; nothing of one that is not on this machine."""
+    """A model's abilities, from its files; empty if they are not on this machine."""
     try:
         if (files := local_files(config)) is None:
             return ModelOutline()

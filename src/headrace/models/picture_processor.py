@@ -24,7 +24,7 @@ ProcessedPicture = tuple[tuple[int, ...], Mapping[str, npt.NDArray[Any]]]
 class PictureProcessor:
     """Processes one picture at a time; may be called from any thread.
 
-    mark_id: the token that a chat template writes where a picture belongs.
+    placeholder_id: the token that a chat template writes where a picture belongs.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -37,9 +37,9 @@ class PictureProcessor:
         bare = tokenizer(self._mark, add_special_tokens=False)["input_ids"]
         if len(bare) != 1:
             raise ModelError(f"the tokenizer has no single token for {self._mark!r}")
-        self.mark_id = int(bare[0])
+        self.placeholder_id = int(bare[0])
         marked = tokenizer(self._mark)["input_ids"]
-        self._num_before = marked.index(self.mark_id)
+        self._num_before = marked.index(self.placeholder_id)
         self._num_behind = len(marked) - self._num_before - 1
         self._lock = threading.Lock()
 

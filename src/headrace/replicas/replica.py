@@ -18,7 +18,7 @@ from headrace.api.ids import name_replica
 from headrace.config import Config
 from headrace.config_loading import set_up_libraries
 from headrace.errors import EngineDead
-from headrace.long_work import hand_over_soon
+from headrace.long_work import shorten_switch_interval
 from headrace.replicas.loaded import LoadedReplica
 from headrace.replicas.pacing import OpenAnswers, PacedAnswer
 from headrace.replicas.peers import Combine, PeerAnswer, answer_of, combine_answers, combined
@@ -46,7 +46,7 @@ class Replica:
         logging.basicConfig(level=logging.WARNING, format=TEXT_FORMAT)
         use_log_format(config.server.log_format)
         logging.getLogger("headrace").setLevel(config.server.log_level.upper())
-        hand_over_soon()
+        shorten_switch_interval()
         self.name: str = serve.get_replica_context().replica_id.unique_id
         name_replica(self.name)
         self._config = config

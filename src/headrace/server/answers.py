@@ -101,11 +101,11 @@ def completion_dialect() -> Dialect[CompletionRequest]:
 class _Answer:
     """An answer in progress.
 
-    waits: for its model to be loaded, which `events` do first. encoder: made anew after that, because an answer may
-    show defaults of its model.
-    offer: to hand the request over; None for one that is answered here. is_elsewhere: it is handed over.
-    loading: still waits for the model of a request that is handed over.
-    refusal: why the request can only be handed over, which ends it if that fails.
+    waits: for its model to be loaded, which `events` do first. encoder: replaced after that, because an answer may show
+    defaults of its model.
+    offer: to hand the request over; None if it is answered here.
+    loading: the task that waits for the model of a request that may be handed over.
+    refusal: the error if the request is not handed over, because it can't be answered here.
     """
 
     heading: AnswerHeading
@@ -115,17 +115,17 @@ class _Answer:
     is_stream: bool
     waits: bool
     offer: Offer | None = None
-    is_elsewhere: bool = False
+    is_handed_over: bool = False
     loading: asyncio.Task[Forecast] | None = None
     refusal: ContextTooLong | None = None
     events: AsyncGenerator[Event, None] = field(init=False)
 
     @property
     def sender(self) -> AnswerEncoder | ForeignAnswer:
-        return self.offer.foreign if self.offer is not None and self.is_elsewhere else self.encoder
+        return self.offer.foreign if self.offer is not None and self.is_handed_over else self.encoder
 
     async def aclose(self) -> None:
-        """End what works on it here."""
+        """End the work on it here."""
         if self.loading is not None:
             self.loading.cancel()
             await asyncio.gather(self.loading, return_exceptions=True)
@@ -167,7 +167,7 @@ class AnswerRoute(Generic[Asked]):
     async def _begin(self, request: Request) -> _Answer:
         body = await read_json_body(request, self._config.max_body_bytes)
         target, record = self._models.resolve(body.model), request.state.record
-        # What is wrong with a body for any model is not worth loading one.
+        # A body that is invalid for every model is refused before one is loaded.
         traits = target.entry.traits
         call = await self._read(request, body, target, ModelTraits() if traits is None else traits)
         self._ignored.add(call.ignored)
@@ -203,7 +203,7 @@ class AnswerRoute(Generic[Asked]):
         call: Call[Asked],
         read: Callable[[ModelTraits], Awaitable[Call[Asked]]] | None,
     ) -> AsyncGenerator[Event, None]:
-        """read: reads the body as the loaded model needs it; None if `call` is that."""
+        """read: parses the body for the loaded model; None if `call` was."""
         async with self._models.use(target.entry, answer.record.request_id) as session:
             if read is not None:
                 call = await read(session.traits)
@@ -221,7 +221,7 @@ class AnswerRoute(Generic[Asked]):
         # Until the first event a request can still be refused with an error status. Pings have to come before it while
         # a model is loaded, or the other server silent.
         started = None
-        if not answer.waits and not await while_connected(request.receive, _goes_elsewhere(answer)):
+        if not answer.waits and not await while_connected(request.receive, _hands_over(answer)):
             started = await while_connected(request.receive, _first(answer))
         return EventStream(
             _pieces(answer, started),
@@ -231,12 +231,12 @@ class AnswerRoute(Generic[Asked]):
             ping_interval_s=self._config.ping_interval_s,
             on_disconnect=lambda: answer.record.end_answer("abort"),
             failure=lambda error: _failure(answer, error),
-            sends_head_first=not answer.is_elsewhere,
+            sends_head_first=not answer.is_handed_over,
         )
 
 
-async def _goes_elsewhere(answer: _Answer) -> bool:
-    """Whether the request is handed over; if not, or if that fails, its events go on here."""
+async def _hands_over(answer: _Answer) -> bool:
+    """Whether the request is handed over; if not, or if that fails, it is answered here."""
     if answer.offer is None:
         return False
     if answer.waits and answer.offer.load_limit_s is not None:
@@ -244,7 +244,7 @@ async def _goes_elsewhere(answer: _Answer) -> bool:
     else:
         forecast = await _forecast(answer)
     if forecast is None or answer.offer.wants(forecast):
-        answer.is_elsewhere = True
+        answer.is_handed_over = True
         answer.headers = {}  # the fields that are unknown here may be known there
         return True
     answer.offer = None
@@ -279,7 +279,7 @@ async def _pieces(answer: _Answer, started: Event | None) -> AsyncGenerator[byte
     record = answer.record
     with _ending(record):
         if answer.waits:
-            await _goes_elsewhere(answer)
+            await _hands_over(answer)
         if answer.offer is not None:
             try:
                 async with aclosing(answer.offer.pieces()) as pieces:
@@ -302,7 +302,7 @@ async def _pieces(answer: _Answer, started: Event | None) -> AsyncGenerator[byte
 
 @contextmanager
 def _ending(record: RequestRecord) -> Iterator[None]:
-    """Note the error that ends a stream, and log an unexpected one."""
+    """Record the error that ends a stream, and log an unexpected one."""
     try:
         with logged_failure(record, f"the server failed; its log has the reason: {record.request_id}"):
             yield
@@ -321,7 +321,7 @@ def _failure(answer: _Answer, error: HeadraceError) -> bytes:
 async def _collect(answer: _Answer) -> dict[str, Any]:
     """The whole answer."""
     async with aclosing(answer):
-        if answer.offer is not None and await _goes_elsewhere(answer):
+        if answer.offer is not None and await _hands_over(answer):
             with suppress(HandoverFailed):
                 return await answer.offer.whole()
         collected = [await _first(answer)]

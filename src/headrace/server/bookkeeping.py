@@ -16,7 +16,7 @@ from typing import Any
 from headrace.api.ids import new_id
 from headrace.errors import GenerationFailed, HeadraceError
 from headrace.isolation import errors_as
-from headrace.server.foreign_ids import HARMLESS_ID, correlation_id, trace_id
+from headrace.server.foreign_ids import SAFE_ID, correlation_id, trace_id
 from headrace.types.events import (
     Event,
     Finished,
@@ -42,7 +42,7 @@ class LiveRequests:
 
     def admit(self, sent: str | None) -> str:
         """The request's id: the client's, if it is safe and not in use, else a random one."""
-        request_id = sent if sent is not None and HARMLESS_ID.fullmatch(sent) else None
+        request_id = sent if sent is not None and SAFE_ID.fullmatch(sent) else None
         if request_id is None or request_id in self._live:
             request_id = new_id("req_")
         self._live[request_id] = _Work()
@@ -55,7 +55,7 @@ class LiveRequests:
     def release(self, request_id: str) -> None:
         self._owner_of_answer.pop(self._live.pop(request_id).answer_id, None)
 
-    def work_of(self, id: str) -> tuple[str, ...]:
+    def engine_ids_of(self, id: str) -> tuple[str, ...]:
         """The engine's ids for a request's or an answer's id; an unknown id may be one of the engine's own."""
         found = self._live.get(self._owner_of_answer.get(id, id))
         return found.engine_ids if found is not None else (id,)
@@ -114,12 +114,12 @@ class RequestRecord:
             self._answer.take(event, self._clock())
 
     def pass_on(self, usage: Usage) -> None:
-        """A piece of another server's answer is sent on. usage: its counts so far."""
+        """Record a piece of another server's answer. usage: its counts so far."""
         if self._answer is not None:
             self._answer.pass_on(usage, self._clock())
 
     def end_answer(self, reason: str) -> None:
-        """The answer ended in another way than by its choices' finish reasons; the first such reason counts."""
+        """Record why the answer ended without its choices' finish reasons; the first reason counts."""
         if self._answer is not None:
             self._answer.break_off(reason)
 

@@ -1,11 +1,11 @@
-"""The drain: a server that is about to end finishes its requests, and refuses new ones as gateways expect it."""
+"""The drain: before shutdown, a server finishes its requests and refuses new ones as gateways expect."""
 
 from __future__ import annotations
 
 from headrace.errors import Draining
 
 _RETRY_AFTER_S = 1.0
-"""A gateway, or a service's address, reaches another server then."""
+"""By then a gateway or load balancer sends requests to another server."""
 
 
 class Drain:
@@ -18,7 +18,7 @@ class Drain:
     def refuses(self, method: str, path: str) -> bool:
         """Whether a request would be new work.
 
-        Questions about the server, cancelling, and the page's view of a stream are answered to the end.
+        GET requests, cancelling, and rendering Markdown for the page are served to the end.
         """
         return self.has_begun and method == "POST" and not path.endswith(("/cancel", "/markdown"))
 

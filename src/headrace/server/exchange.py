@@ -1,4 +1,4 @@
-"""Passes one request's body in and its answer out."""
+"""Wraps the ASGI messages of one request and its answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_DROPPING_S = 30.0
 class Exchange:
     """Adds the common headers, records the status, and delivers answers that come before the body is read.
 
-    headers: of the request. origin: the page's that may read the answer. is_last: whether the connection ends with it.
+    headers: of the request. origin: the page origin that may read the answer. is_last: close the connection after it.
     """
 
     def __init__(

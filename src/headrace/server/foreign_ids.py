@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-HARMLESS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Safe in a header, a path and a log line."""
 
 # https://www.w3.org/TR/trace-context/#traceparent-header: versions after 00 may add fields, ff is invalid
@@ -17,7 +17,7 @@ _TRACEPARENT = re.compile(
 def correlation_id(headers: Mapping[str, str]) -> str | None:
     """The id that a gateway gave the request and looks for in its answer; None if it is missing or not safe."""
     sent = headers.get("x-correlation-id", "")
-    return sent if HARMLESS_ID.fullmatch(sent) else None
+    return sent if SAFE_ID.fullmatch(sent) else None
 
 
 def trace_id(headers: Mapping[str, str]) -> str | None:

@@ -57,7 +57,7 @@ _PASSED_HEADERS = (
 
 _ANTHROPIC_VERSION = "2023-06-01"
 
-_MARK = "x-headrace-handover"
+_HEADER = "x-headrace-handover"
 """Marks a request that was handed over, so that it isn't again: two servers could otherwise hand it to each other."""
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -119,7 +119,7 @@ class Handover:
 
     def forecast_beyond(self, request: Request, call: Call[Any]) -> int | None:
         """The tokens beyond which a prompt may have to be handed over; None for a call that stays here."""
-        if self.http is None or _MARK in request.headers or call.continues_stored or not is_portable(call.request):
+        if self.http is None or _HEADER in request.headers or call.continues_stored or not is_portable(call.request):
             return None
         return 0 if self.tokens is None or self.wait_s is not None else self.tokens
 
@@ -208,7 +208,7 @@ class Offer:
             "content-type": "application/json",
             "user-agent": f"headrace/{__version__}",
             "x-request-id": self._record.request_id,
-            _MARK: "1",
+            _HEADER: "1",
         }
         is_message = isinstance(self.foreign, ForeignMessage)
         if is_message:

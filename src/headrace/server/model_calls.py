@@ -1,4 +1,4 @@
-"""How a route finds the model that a request means, and reads the body as that model needs it."""
+"""Finds the model of a request, and parses its body for that model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.api.json_body import read_object
 from headrace.errors import InvalidRequest
 from headrace.server.bookkeeping import RequestRecord
 from headrace.server.connection import while_connected
-from headrace.server.responses import parse_apart, read_body
+from headrace.server.responses import parse_body, read_body
 from headrace.session.embeddings import AnySession
 from headrace.session.models import Models
 from headrace.session.served_models import ResolvedModel
@@ -28,8 +28,8 @@ class Body:
         self.sent = sent
 
     async def read(self, read: Callable[[Mapping[str, Any]], Parsed]) -> Parsed:
-        """What the body says. Long ones are read in a thread."""
-        return await parse_apart(len(self.sent), read, self.value)
+        """The parsed body. A long one is parsed in a thread."""
+        return await parse_body(len(self.sent), read, self.value)
 
     @property
     def model(self) -> str | None:
@@ -43,13 +43,13 @@ class Body:
 async def read_json_body(request: Request, max_bytes: int) -> Body:
     """Raises what `read_body` raises, and InvalidRequest for anything but a JSON object."""
     data = await read_body(request, max_bytes)
-    return Body(await parse_apart(len(data), read_object, data), data)
+    return Body(await parse_body(len(data), read_object, data), data)
 
 
 async def with_model(
     request: Request, models: Models, target: ResolvedModel, work: Callable[[AnySession], Awaitable[Result]]
 ) -> Result:
-    """The work's result, for routes that answer at once; the model is loaded for it. Raises ClientGone."""
+    """Load the model if needed, and return the work's result. Raises ClientGone."""
     record: RequestRecord = request.state.record
 
     async def run() -> Result:

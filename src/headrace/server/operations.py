@@ -113,7 +113,7 @@ class OperationRoutes:
         return JSONResponse(cache_body((await self._models.status(self._entry(request))).cache))
 
     def _entry(self, request: Request) -> ModelEntry:
-        """The model that a question is about. Raises ModelNotFound."""
+        """The model in the query, else the main one. Raises ModelNotFound."""
         name = request.query_params.get("model")
         return self._models.main if name is None else self._models.resolve(name).entry
 
@@ -127,7 +127,7 @@ class OperationRoutes:
         """
         id = request.path_params["id"]
         # A request that waits for its model has no work yet.
-        work = (*self._live.work_of(id), self._live.request_of(id))
+        work = (*self._live.engine_ids_of(id), self._live.request_of(id))
         ended = await asyncio.gather(*(self._models.abort(each) for each in work))
         cancelled = [each for each, was_running in zip(work, ended, strict=True) if was_running]
         cancelled += self._handover.cancel((id, *work))

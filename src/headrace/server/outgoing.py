@@ -13,7 +13,7 @@ _abandoned: set[asyncio.Task[None]] = set()
 
 
 async def send(http: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
-    """The response's head, as of `http.send(request, stream=True)`, for HTTP/1.1.
+    """Like `http.send(request, stream=True)`, for HTTP/1.1.
 
     httpx leaves a socket open if it is cancelled just when that is connected. So a cancelled request goes on until it
     is connected, for as long as the client's timeouts let it, and is cancelled then.

@@ -38,8 +38,8 @@ class WaitingConnections(ServerState):
         self._by_address: dict[str, dict[Protocol, float]] = {}
         """With the time since when each waits, the longest first."""
 
-    def note(self, connection: Protocol, *, waits: bool, restarts: bool = False) -> None:
-        """A connection waits for its client, or no longer does. restarts: it waits for something else than before."""
+    def track(self, connection: Protocol, *, waits: bool, restarts: bool = False) -> None:
+        """Record whether a connection waits for its client. restarts: it now waits for something else."""
         mine = self._by_address.setdefault(connection.address, {})
         if not waits:
             mine.pop(connection, None)
@@ -94,31 +94,31 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = self.client[0] if self.client is not None else ""
-        self._note()
+        self._track()
 
     def data_received(self, data: bytes) -> None:
         if not self._is_ending:
             super().data_received(data)
-            self._note()
+            self._track()
 
     def on_response_complete(self) -> None:
         """An answer has been sent; the next request may have arrived with the previous one."""
         super().on_response_complete()
-        self._note()
+        self._track()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._set_timer(None)
-        self.server_state.note(self, waits=False)
+        self.server_state.track(self, waits=False)
 
-    def _note(self) -> None:
+    def _track(self) -> None:
         if self._is_ending or self.transport.is_closing():
             return
         waits_for_head = self.conn.their_state is h11.IDLE
         was_in_body, self._is_in_body = self._is_in_body, self.conn.their_state is h11.SEND_BODY
         # An upload may come on a connection that was idle for long.
         restarts = self._is_in_body and not was_in_body
-        self.server_state.note(self, waits=waits_for_head or self._is_in_body, restarts=restarts)
+        self.server_state.track(self, waits=waits_for_head or self._is_in_body, restarts=restarts)
         if not waits_for_head or self.timeout_keep_alive_task is not None:
             self._set_timer(None)
         elif self._timer is None:

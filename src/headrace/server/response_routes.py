@@ -93,7 +93,7 @@ class ResponseRoutes:
             if stored["status"] != "cancelled":
                 raise InvalidRequest(f"Cannot cancel a {stored['status']} response.", param="response_id")
             return JSONResponse(stored)
-        await asyncio.gather(*(self._models.abort(each) for each in self._live.work_of(response_id)))
+        await asyncio.gather(*(self._models.abort(each) for each in self._live.engine_ids_of(response_id)))
         return JSONResponse(answer.so_far("cancelled"))
 
     def _read(self, body: JsonBody, model: ModelTraits) -> ResponseCall:

@@ -31,7 +31,7 @@ _BYTES_PER_S = 16_384
 # A larger body is parsed in a thread: half a second of parsing would delay every stream.
 _INLINE_BODY_BYTES = 64 * 1024
 
-# Parsers of larger ones take turns: each holds the interpreter for most of its time, and several hand it to each other.
+# Parsers of larger ones take turns: each holds the GIL most of the time, and several would only contend for it.
 _SHORT_BODY_BYTES = 256 * 1024
 _LARGE_BODIES = ThreadPoolExecutor(4, "large-body")
 
@@ -56,7 +56,7 @@ def _error_headers(error: HeadraceError) -> dict[str, str]:
 
 
 def closing_error() -> EngineDead:
-    """Ends requests in progress when the server shuts down."""
+    """The error of requests in progress when the server shuts down."""
     return EngineDead("the server is shutting down")
 
 
@@ -99,13 +99,13 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def read_call(request: Request, read: Callable[[bytes], Parsed], max_bytes: int) -> Parsed:
-    """What the body says. Raises what `read_body` and the parser raise."""
+    """Read and parse the body. Raises what `read_body` and the parser raise."""
     body = await read_body(request, max_bytes)
-    return await parse_apart(len(body), read, body)
+    return await parse_body(len(body), read, body)
 
 
-async def parse_apart(num_bytes: int, read: Callable[[Given], Parsed], body: Given) -> Parsed:
-    """What a parser makes of a body; large ones are parsed one at a time, beside the event loop."""
+async def parse_body(num_bytes: int, read: Callable[[Given], Parsed], body: Given) -> Parsed:
+    """The parser's result. Large bodies are parsed in threads, one at a time."""
     if num_bytes <= _INLINE_BODY_BYTES:
         return read(body)
     if num_bytes <= _SHORT_BODY_BYTES:

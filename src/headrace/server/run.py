@@ -1,4 +1,4 @@
-"""Runs an application in a listening process, and shuts it down in order."""
+"""Runs the application under uvicorn, and shuts it down in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import uvicorn
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, EngineDead
-from headrace.long_work import hand_over_soon
+from headrace.long_work import shorten_switch_interval
 from headrace.server.app import build_app
 from headrace.server.drain import Drain
 from headrace.server.guard import OwnNames
@@ -100,7 +100,7 @@ def serve(models: Models, config: ServerConfig, listener: socket.socket, announc
     KeyboardInterrupt after a second SIGINT, upon which the process should end at once, and EngineDead if the engine has
     died.
     """
-    hand_over_soon()
+    shorten_switch_interval()
     server = HttpServer(models, config, announce)
     # Everything loaded so far stays. A full collection that searches it stops all threads for up to 0.3 s.
     gc.collect()

@@ -59,7 +59,7 @@ class ServedAdapters:
         return tuple(name for name, fingerprint in self._adapters.items() if fingerprint in fingerprints)
 
     def fingerprint(self, name: str | None) -> str | None:
-        """What a request for an adapter carries; None for the model alone. Raises ModelNotFound."""
+        """The adapter's fingerprint; None for the model alone. Raises ModelNotFound."""
         if name is None:
             return None
         if name not in self._adapters:

@@ -11,7 +11,7 @@ from headrace.session.concurrency import TextWork
 from headrace.session.constraint import ChatConstraints, callable_tools
 from headrace.session.media import MediaReader
 from headrace.session.output_processor import ChoiceOutputProcessor, PromptOutputProcessor
-from headrace.session.prompts import Generations
+from headrace.session.prompts import RequestBuilder
 from headrace.session.scores import Scorer
 from headrace.session.sparse import chat_sparse_options
 from headrace.text.detokenize import Detokenizer
@@ -29,7 +29,7 @@ class ChatPrompts:
 
     def __init__(
         self,
-        generations: Generations,
+        builder: RequestBuilder,
         tokenizer: Tokenizer,
         template: ChatTemplate,
         family: ModelFamily,
@@ -38,8 +38,8 @@ class ChatPrompts:
         scorer: Scorer,
         text_work: TextWork,
     ) -> None:
-        self._generations = generations
-        self._model = generations.model
+        self._builder = builder
+        self._model = builder.model
         self._tokenizer = tokenizer
         self._template = template
         self._family = family
@@ -49,14 +49,14 @@ class ChatPrompts:
         self._text_work = text_work
 
     async def make(self, request: ChatRequest) -> tuple[PromptOutputProcessor]:
-        self._generations.check(request)
+        self._builder.check(request)
         prompt, media = await self._prompt(request, self._model.max_model_len)
         constraint, guarantees = await self._constraints.spec(request, prompt)
         sparse_options = chat_sparse_options(
             request, self._model.sparse_draft, len(prompt.token_ids), prompt.boundaries
         )
         make = partial(
-            self._generations.make,
+            self._builder.make,
             request,
             request.request_id,
             prompt,
@@ -109,7 +109,7 @@ class ChatPrompts:
 
     async def tokenize(self, request: ChatRequest) -> tuple[int, ...]:
         """The prompt, even if it leaves no room for an answer. Raises InvalidRequest."""
-        self._generations.check(request)
+        self._builder.check(request)
         prompt, _ = await self._prompt(request, None)
         return prompt.token_ids
 
@@ -119,10 +119,10 @@ class ChatPrompts:
     def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:
         """The prompt of a chat. max_model_len: for one to be answered, None for one to be tokenized only."""
         is_answered = max_model_len is not None
-        refuse = self._generations.refuse_too_long if is_answered else self._generations.refuse_oversized
+        refuse = self._builder.refuse_too_long if is_answered else self._builder.refuse_oversized
         refuse(_lasting_texts(request, self._family.think_close), "messages")
         arguments = [call.arguments for message in request.messages for call in message.tool_calls]
-        self._generations.refuse_oversized(arguments, "messages")
+        self._builder.refuse_oversized(arguments, "messages")
         prompt = self._template.render(request, max_model_len=max_model_len, finds_boundaries=is_answered)
         if not prompt.token_ids:
             raise InvalidRequest("the chat template makes an empty prompt of the messages", param="messages")

@@ -112,7 +112,7 @@ class ChatConstraints:
         )
 
     def _late(self, request: ChatRequest, closing: str) -> LateThinking:
-        """What the stream parser takes for thinking in mid-answer."""
+        """The markers that the stream parser reads as thinking within an answer."""
         syntax = self._family.call_syntax
         if syntax is not None and syntax.messages is not None:
             return LateThinking(call_starts=(syntax.messages.recipient,))
@@ -121,7 +121,7 @@ class ChatConstraints:
         return LateThinking(start_markers, bare_starts, max_inline=MAX_BLOCK - len(closing))
 
     def _closing(self, end_marker: str, *, has_tools: bool) -> str:
-        """What ends thinking and begins what follows, as the model's template writes it."""
+        """The text from the end of thinking to the answer, as the model's template writes it."""
         syntax = self._family.call_syntax
         if syntax is not None and (messages := syntax.messages) is not None:
             return end_marker + messages.turn + ("" if has_tools else messages.answer)
@@ -179,6 +179,6 @@ def _between(template: ChatTemplate, end_marker: str) -> str | None:
         text = template.render(ChatRequest("", messages, continue_final_message=True), finds_boundaries=False).text
     except InvalidRequest:
         return None
-    _, _, behind = text.rpartition(_THOUGHT)
-    between, found, _ = behind.rpartition(_ANSWERED)
+    _, _, rest = text.rpartition(_THOUGHT)
+    between, found, _ = rest.rpartition(_ANSWERED)
     return between if found and between.strip() == end_marker.strip() else None

@@ -58,7 +58,7 @@ class EmbeddingSession(ModelSession):
         return "a reranker", "/v1/rerank and /v1/score"
 
     def refusal(self) -> InvalidRequest:
-        """Of a request for text."""
+        """The error for a request for text."""
         kind, routes = self.kind_and_routes
         return InvalidRequest(f"{self.model.name} is {kind}: it writes no text. It serves {routes}", param="model")
 
@@ -156,7 +156,7 @@ class EmbeddingSession(ModelSession):
 
 
 AnySession = Session | EmbeddingSession
-"""What serves a model: one that writes text, or one that writes none."""
+"""The session of a generative model, or of an embedding model or reranker."""
 
 
 def text_session(session: AnySession) -> Session:

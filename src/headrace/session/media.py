@@ -83,10 +83,10 @@ class WholeModelProcessor:
 
     sees_videos = False
 
-    def __init__(self, process: Process, mark_id: int) -> None:
-        """mark_id: the token that a chat template writes in a picture's place."""
+    def __init__(self, process: Process, placeholder_id: int) -> None:
+        """placeholder_id: the token that the chat template writes for each picture."""
         self._process = process
-        self._mark_id = mark_id
+        self._placeholder_id = placeholder_id
 
     def prepare(self, item: MediaFiles, limits: MediaLimits, decoder: MediaDecoder) -> tuple[ProcessedItem, ...]:
         if item.options.min_pixels is not None or item.options.max_pixels is not None:
@@ -111,7 +111,7 @@ class WholeModelProcessor:
         return ProcessedItem((token_ids, one), len(token_ids), num_bytes)
 
     def expand(self, token_ids: Sequence[int], items: Sequence[ProcessedItem]) -> ExpandedPrompt:
-        places = [index for index, token_id in enumerate(token_ids) if token_id == self._mark_id]
+        places = [index for index, token_id in enumerate(token_ids) if token_id == self._placeholder_id]
         if len(places) != len(items):
             raise ValueError(f"the prompt has {len(places)} placeholders for its {len(items)} images")
         expanded: list[int] = []
@@ -134,7 +134,7 @@ def find_media_processor(model: ModelDescription, encode: EncodeText) -> MediaPr
     if profile is not None:
         return TowerProcessor(profile, encode)
     processor = load_processor(model)
-    return WholeModelProcessor(processor, processor.mark_id)
+    return WholeModelProcessor(processor, processor.placeholder_id)
 
 
 KEPT_BYTES = 256 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""How the memory of one device is divided among loaded models."""
+"""Divides the memory of one device among loaded models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def room_beside(total_bytes: int, others: Sequence[ModelMemory]) -> int:
 
 
 def needed_room(total_bytes: int, weights_bytes: int) -> int:
-    """Bytes that a model needs which is not loaded yet."""
+    """Bytes that a model needs before it can be loaded."""
     return weights_bytes + int(LEAST_SHARE * total_bytes)
 
 

@@ -1,4 +1,4 @@
-"""One served model: how it is loaded, and what is known of it while it is not."""
+"""A served model: its source, its state, and its session while it is loaded."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Result = TypeVar("Result")
 class ModelSource:
     """Where a model comes from. Its functions may be called in any thread, and block.
 
-    word: as on the command line. fetch: has its files on this machine, and returns the bytes that its weights will
-    take in memory. load: returns its session. outline: what its small files tell, without network and weights.
+    spec: as on the command line. fetch: downloads its files if needed, and returns the bytes that its weights will take
+    in memory. load: returns its session. outline: its abilities, from its small files on this machine.
     adapters: names of those that it is loaded with. host: where it is loaded. The functions raise HeadraceError.
     """
 
-    word: str
+    spec: str
     fetch: Callable[[], int]
     load: Callable[[MemoryShare | None], AnySession]
     outline: Callable[[], ModelOutline]
@@ -44,8 +44,8 @@ class ModelSource:
 class ModelEntry:
     """A served model.
 
-    names: under which clients ask for it, the main one first. is_kept: loaded at the start, and never unloaded for
-    another. idle_unload_s: unloaded after so many seconds without a request; None for never.
+    names: names in requests, the main one first. is_kept: loaded at the start, and never unloaded for another.
+    idle_unload_s: unloaded after so many seconds without a request; None for never.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ModelEntry:
         return () if isinstance(self.session, EmbeddingSession) else self.session.adapters.names
 
     def take_session(self) -> AnySession | None:
-        """The session, which is to be closed; its adapters are remembered for the next one."""
+        """Detach the session, for the caller to close; its adapters are remembered for the next one."""
         session, self.session = self.session, None
         if isinstance(session, Session):
             self._adapters = session.adapters.folders
@@ -99,7 +99,7 @@ class ModelEntry:
 
     @property
     def traits(self) -> ModelTraits | None:
-        """None while it can't be used at once."""
+        """None while it is not ready."""
         return None if self.session is None or self.is_draining else self.session.traits
 
     @property

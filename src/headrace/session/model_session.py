@@ -1,4 +1,4 @@
-"""What sessions with all kinds of models have in common."""
+"""The base of all sessions."""
 
 from __future__ import annotations
 

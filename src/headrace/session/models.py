@@ -41,7 +41,7 @@ RETRY_S = 5.0
 class _Waiting:
     """A request that waits for its model. since: in monotonic seconds. cancelled: settled by `abort`.
 
-    by_operator: it only wants the model to be loaded.
+    by_operator: for the load route, not a request.
     """
 
     entry: ModelEntry
@@ -68,10 +68,10 @@ class Models(ServedModels):
         super().__init__(entries, takes_any_name=takes_any_name, needs_name=needs_name)
         self.total_bytes = total_bytes
         self._drain_after_s = drain_after_s
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         """Held while models are loaded, unloaded, or given their memory."""
         self._changed = asyncio.Event()
-        """A model may have become idle."""
+        """Set when a model may have become idle."""
         self._loads: dict[ModelEntry, asyncio.Task[None]] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._background: set[asyncio.Task[Any]] = set()
@@ -80,10 +80,10 @@ class Models(ServedModels):
 
     @classmethod
     def of(
-        cls, session: AnySession, names: Sequence[str] = (), *, word: str | None = None, takes_any_name: bool = False
+        cls, session: AnySession, names: Sequence[str] = (), *, spec: str | None = None, takes_any_name: bool = False
     ) -> Models:
-        """One model that is loaded already. names: empty for the model's own. word: as on the command line."""
-        source = ModelSource(word or session.model.name, lambda: 0, lambda share: session, lambda: session.outline)
+        """One model that is loaded already. names: empty for the model's own. spec: as on the command line."""
+        source = ModelSource(spec or session.model.name, lambda: 0, lambda share: session, lambda: session.outline)
         entry = ModelEntry(names or (session.model.name,), source, is_kept=True)
         entry.session, entry.state = session, ModelState.LOADED
         return cls((entry,), takes_any_name=takes_any_name)
@@ -94,7 +94,7 @@ class Models(ServedModels):
     ) -> AsyncGenerator[AnySession, None]:
         """The entry's session, which stays loaded inside the block; loads it first if need be.
 
-        request_id: under which `abort` ends the wait for loading. by_operator: it only wants the model to be loaded.
+        request_id: under which `abort` ends the wait for loading. by_operator: for the load route, not a request.
         Raises ModelUnavailable and RequestCancelled.
         """
         entry.num_users += 1
@@ -136,8 +136,8 @@ class Models(ServedModels):
     def _cancel_unwanted_loads(self) -> None:
         """Cancel loads that no request waits for.
 
-        One that reads weights already goes on, since a client that was too impatient may ask again, unless another
-        model waits to be loaded.
+        One that already reads weights continues, since an impatient client may retry, unless another model waits to be
+        loaded.
         """
         for entry in self._loads:
             others = any(other.num_users for other in self._loads if other is not entry)
@@ -145,7 +145,7 @@ class Models(ServedModels):
                 entry.loading.cancel()
 
     async def load(self, entry: ModelEntry) -> None:
-        """Load a model now, whatever failed before. Raises ModelUnavailable."""
+        """Load a model now, even if it has just failed. Raises ModelUnavailable."""
         entry.failed_at = 0.0
         async with self.use(entry, f"loading {entry.name} {time.monotonic()}", by_operator=True):
             pass
@@ -158,7 +158,7 @@ class Models(ServedModels):
             entry.loading.cancel()
             await asyncio.gather(*map(self.abort, loading))
             await asyncio.wait({load})
-        async with self._turn:
+        async with self._lock:
             entry.refuse_to_unload(entry.num_users)
             await self._close(entry)
             await self._divide()
@@ -169,7 +169,7 @@ class Models(ServedModels):
             entry.state = ModelState.LOADING
         try:
             expected_bytes = await in_daemon(entry.source.fetch, entry.loading)
-            async with self._turn:
+            async with self._lock:
                 try:
                     if entry.session is None:
                         await self._load_beside(entry, expected_bytes)
@@ -276,14 +276,14 @@ class Models(ServedModels):
         await self._set_budgets(loaded, divide(self.total_bytes, [session.memory for _, session in self.loaded()]))
 
     async def _set_budgets(self, entries: Sequence[ModelEntry], budgets: Sequence[int]) -> None:
-        """Smaller ones first: what their requests keep is not there for the others."""
+        """Shrink budgets first: what running requests keep is missing for the others."""
         assert self.total_bytes is not None
         wanted = sorted(zip(budgets, entries, strict=True), key=lambda each: each[0] - each[1].budget_bytes)
         free = self.total_bytes - sum(session.memory.weights_bytes for _, session in self.loaded())
-        for place, (budget, entry) in enumerate(wanted):
+        for index, (budget, entry) in enumerate(wanted):
             if entry.session is None:
                 continue
-            later = sum(least.session.memory.least_bytes for _, least in wanted[place + 1 :] if least.session)
+            later = sum(least.session.memory.least_bytes for _, least in wanted[index + 1 :] if least.session)
             try:
                 entry.budget_bytes = await entry.session.set_budget(min(budget, max(0, free - later)))
             except EngineDead:
@@ -294,7 +294,7 @@ class Models(ServedModels):
         entry.state, entry.reason, entry.failed_at = ModelState.FAILED, reason, time.monotonic()
 
     def tick(self) -> None:
-        """To be called several times a second: unloads what is idle for long, and what died."""
+        """Called several times a second: unload models that are idle for long or whose engine died."""
         for entry, session in self.loaded():
             if len(self.entries) > 1 and (reason := session.health()) is not None and entry.state is ModelState.LOADED:
                 self.fail(entry, f"its engine died: {reason}")
@@ -308,14 +308,14 @@ class Models(ServedModels):
         return time.monotonic() - (entry.last_used or 0.0) >= entry.idle_unload_s
 
     async def _unload_if_idle(self, entry: ModelEntry) -> None:
-        async with self._turn:
+        async with self._lock:
             if self._is_idle_for_long(entry):
                 await self._close(entry)
                 await self._divide()
 
     async def _remove_dead(self, entry: ModelEntry) -> None:
         reason = entry.reason
-        async with self._turn:
+        async with self._lock:
             self._failure = await asyncio.to_thread(entry.source.host.failure)
             await self._close(entry)
             self.fail(entry, str(reason))

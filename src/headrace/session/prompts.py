@@ -28,7 +28,7 @@ from headrace.types.model import ModelDescription
 from headrace.types.request import ConstraintSpec, GenerationRequest, SparseOptions
 
 
-class Generations:
+class RequestBuilder:
     def __init__(self, model: ModelDescription, tokenizer: Tokenizer, adapters: ServedAdapters) -> None:
         self.model = model
         self._adapters = adapters
@@ -108,8 +108,8 @@ _PLAIN_TEXT = ModelFamily("plain text")
 
 
 class CompletionPrompts:
-    def __init__(self, generations: Generations, tokenizer: Tokenizer, scorer: Scorer) -> None:
-        self._generations = generations
+    def __init__(self, builder: RequestBuilder, tokenizer: Tokenizer, scorer: Scorer) -> None:
+        self._builder = builder
         self._tokenizer = tokenizer
         self._scorer = scorer
 
@@ -136,10 +136,10 @@ class CompletionPrompts:
             detokenizer.follow(token_ids)
             parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.options.stop_strings)
             choices.append(ChoiceOutputProcessor(choice, detokenizer, parser, scorer))
-        model, rendered = self._generations.model, RenderedPrompt(token_ids, (), False, "")
+        model, rendered = self._builder.model, RenderedPrompt(token_ids, (), False, "")
         sparse_options = completion_sparse_options(request.options, model.sparse_draft, len(token_ids))
         return PromptOutputProcessor(
-            self._generations.make(request, request_id, rendered, "prompt", sparse_options=sparse_options),
+            self._builder.make(request, request_id, rendered, "prompt", sparse_options=sparse_options),
             choices,
             self._scorer,
             num_prompt_logprobs=request.options.num_prompt_logprobs,
@@ -150,10 +150,10 @@ class CompletionPrompts:
 
     def _token_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            self._generations.refuse_too_long((prompt,), "prompt")
+            self._builder.refuse_too_long((prompt,), "prompt")
             token_ids = tuple(naming("prompt", self._tokenizer.encode_document)(prompt))
         else:
-            check_prompt_ids(prompt, self._generations.model.tokens, "prompt")
+            check_prompt_ids(prompt, self._builder.model.tokens, "prompt")
             token_ids = prompt
         if not token_ids:
             raise InvalidRequest("prompt must not be empty", param="prompt")

@@ -1,4 +1,4 @@
-"""The served models, and which of them a name means."""
+"""The served models by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.session.model_entry import ModelEntry
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """What a request's model name means. name: as the answer shows it. adapter: its name; None for none."""
+    """The model for a name in a request. name: as shown in the answer. adapter: its name; None for none."""
 
     entry: ModelEntry
     name: str
@@ -66,7 +66,7 @@ class ServedModels:
                 return ResolvedModel(entry, name)
             if name in entry.adapters:
                 return ResolvedModel(entry, name, name)
-        return next((ResolvedModel(entry, entry.name) for entry in self.entries if name == entry.source.word), None)
+        return next((ResolvedModel(entry, entry.name) for entry in self.entries if name == entry.source.spec), None)
 
     def _not_found(self, name: str) -> ModelNotFound:
         return ModelNotFound(f"The model `{name}` does not exist; served: {', '.join(self.names)}", param="model")

@@ -29,7 +29,7 @@ from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.media import MediaReader, find_media_processor
 from headrace.session.model_session import ModelSession
 from headrace.session.output_processor import PromptOutputProcessor, usage_of
-from headrace.session.prompts import CompletionPrompts, Generations
+from headrace.session.prompts import CompletionPrompts, RequestBuilder
 from headrace.session.scores import Scorer
 from headrace.session.settings import (
     Defaults,
@@ -77,15 +77,15 @@ class Session(ModelSession):
         self._model_defaults = model_defaults(engine.model.generation_config)
         self._server_defaults = defaults or {}
         self.adapters = ServedAdapters(engine, engine.model.adapters)
-        self._generations = Generations(engine.model, tokenizer, self.adapters)
-        self._completions = CompletionPrompts(self._generations, tokenizer, self._scorer)
+        self._builder = RequestBuilder(engine.model, tokenizer, self.adapters)
+        self._completions = CompletionPrompts(self._builder, tokenizer, self._scorer)
         self._num_malformed_calls = 0
         self._num_call_violations = 0
         self._media = media
         factory = constraints or ConstraintFactory(Vocabulary(tokenizer))
         self._constraints = ChatConstraints(family, template, factory)
         self._chats = ChatPrompts(
-            self._generations, tokenizer, template, family, self._constraints, media, self._scorer, self._text_work
+            self._builder, tokenizer, template, family, self._constraints, media, self._scorer, self._text_work
         )
         self._idle = IdleTurns(engine, self._chats.render_answered) if prepares_turns else None
 
@@ -277,7 +277,7 @@ class Session(ModelSession):
             )  # fmt: skip
 
     async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptOutputProcessor, ...]:
-        self._generations.check(request)
+        self._builder.check(request)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         return await self._text_work.run(texts, self._completions.make, request)
 

@@ -18,7 +18,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextPipeline:
-    """How a model's text becomes tokens and back.
+    """A model's tokenizer, chat template and grammars.
 
     constraints: enforce grammars; the engine is launched with them.
     """

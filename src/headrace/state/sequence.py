@@ -21,7 +21,7 @@ Recurrent = TypeVar("Recurrent", BatchedState, TableState)
 
 @dataclass(frozen=True, slots=True)
 class StateCost:
-    """What a sequence's state takes, by its length. has_fine_slots: see `slot_capacity`."""
+    """The memory of a sequence's state, by its length. has_fine_slots: see `slot_capacity`."""
 
     layers: tuple[LayerCost, ...]
     has_fine_slots: bool = False
@@ -80,9 +80,9 @@ class SequenceState:
         self._closing: list[Any] | None = None
         """The states that are not sliceable, which `commit` closes; None after a change."""
         self._sources: dict[LayerKey, list[LayerRecord]] = {}
-        """Records that layers are to be filled from when a mixer first asks for them."""
+        """Records from which layers are filled when a mixer first uses them."""
         self._restored: tuple[Sequence[SpanRecord], SequenceRecord | None] | None = None
-        """What was restored last, until a window is opened."""
+        """The records restored last; None once a window is opened."""
         self.draft_model: DraftModelState | None = None
         """Dropped whenever this state is restored or released."""
         self.snapshot_points: tuple[int, ...] = ()
@@ -180,7 +180,7 @@ class SequenceState:
         return self._record(sliceable=True)
 
     def _record(self, *, sliceable: bool) -> SequenceRecord:
-        """sliceable: also of the layers that are."""
+        """sliceable: include layers that are sliceable."""
         if self.num_open:
             raise RuntimeError("a window is open: commit or roll back before a checkpoint")
         self._check_layers()
@@ -277,7 +277,7 @@ class SequenceState:
         return arrays if self.draft_model is None else arrays + self.draft_model.state.own_arrays()
 
     def cost(self) -> StateCost:
-        """What a state like this takes at any length; asked after the first window."""
+        """The memory of such a state at any length. Call it after the first window."""
         recurrent = [] if self._recurrent is None else self._recurrent.cost()
         return StateCost((*(state.cost() for state in self._layers.values()), *recurrent), self.pool.has_batches)
 

@@ -1,4 +1,4 @@
-"""Where keys and values of full attention live.
+"""Storage for keys and values of full attention.
 
 A slab holds, per layer, an array `[num_rows, num_kv_heads, capacity, head_dim]`, head-major because matmuls read it so.
 A sequence owns a slot of it: the smallest power of two of tokens that fits it, or one of eight sizes between two of
@@ -177,9 +177,9 @@ class Slot:
             stored[layer][place] = copy_of(new) if new.shape == stored[layer].shape else new
 
     def parts(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> list[Part]:
-        """The same between steps, to be written in place, also if others hold the slab's arrays.
+        """Like `write`, but as parts for `put`, which writes in place even if others hold the slab's arrays.
 
-        A batch slab is written here, and nothing is left.
+        For use between steps. A batch slab is written at once, without parts.
         """
         if isinstance(self.slab, BatchSlab):
             self.write(layer, start, keys, values)
@@ -228,7 +228,7 @@ class Slot:
 
 
 class StatePool:
-    """Where an engine's sequences have their states: slabs of keys and values, and tables of running states."""
+    """Storage for the states of an engine's sequences: slabs of keys and values, and tables of running states."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class StatePool:
         has_batches: bool = False,
         kv_forms: KVForms | None = None,
     ) -> None:
-        """slab_tokens: of slabs, the first of which then stays: steps are compiled for its arrays. None: small slabs.
+        """slab_tokens: size of slabs, of which the first then stays: steps are compiled for its arrays. None: small slabs.
 
         num_sequences: for which the tables of running states have room from the start.
         has_batches: whether slabs are a `BatchSlab` for each capacity.
@@ -254,7 +254,7 @@ class StatePool:
         self._together: list[mx.array] | None = None
         """Copies to be launched at once, see `together`."""
         self._parts: list[Part] = []
-        """To be written then."""
+        """Parts to be written when `together` ends."""
 
     @property
     def num_bytes(self) -> int:
