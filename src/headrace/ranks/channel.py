@@ -251,7 +251,7 @@ class Meeting:
             except (AuthenticationError, EOFError, OSError):
                 if self._is_closed:
                     raise
-                continue  # someone else
+                continue  # not one of our ranks
             found[connection.recv()] = connection
         peers = [Peer(rank, found[rank, "messages"], found[rank, "pulse"]) for rank in range(1, self._layout.size)]
         return Ranks(0, self._layout, peers)

@@ -129,7 +129,7 @@ class _Team:
         return found[0]
 
     def end(self) -> None:
-        """Those that don't end by themselves now are killed."""
+        """Kill those that don't end on their own."""
         _end(self._processes)
 
 

@@ -83,7 +83,7 @@ def _fields(body: bytes) -> dict[str, Any]:
 def _beginning(fields: Mapping[str, Any]) -> Any:
     """What all turns of a conversation have in common: its messages up to the user's first, or a prompt's head.
 
-    Neither a model's name nor instructions in a field of their own: in a long body they may come after the messages,
+    Neither a model's name nor instructions in a separate field: in a long body they may come after the messages,
     where nothing reads them.
     """
     if "prompt" in fields:

@@ -238,7 +238,7 @@ class StatePool:
         has_batches: bool = False,
         kv_forms: KVForms | None = None,
     ) -> None:
-        """slab_tokens: size of slabs, of which the first then stays: steps are compiled for its arrays. None: small slabs.
+        """slab_tokens: size of slabs; the first then stays, as steps are compiled for its arrays. None: small slabs.
 
         num_sequences: for which the tables of running states have room from the start.
         has_batches: whether slabs are a `BatchSlab` for each capacity.

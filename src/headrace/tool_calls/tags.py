@@ -117,7 +117,7 @@ class TagReader:
     def _is_complete(self, rest: str) -> bool:
         """Whether only end markers are missing where the text ends after a parameter and `rest`.
 
-        An output that was cut off could have gone on with a parameter that the tool has and that was not given.
+        An output that was cut off could have continued with another parameter of the tool.
         """
         if not (self._schema.required <= self._given and self._syntax.call_close.startswith(rest)):
             return False
