@@ -1,8 +1,7 @@
 """Lets threads with long computations take turns: rendering a long conversation, parsing a large body.
 
-One thread of a process runs Python at a time, and a computing one only hands over when its switch interval is over. If
-several conversations were rendered at once, the threads that streams need, the event loop's and the engine's, would
-wait for each of them again and again.
+A computing thread releases the GIL only after its switch interval. If several conversations were rendered at once, the
+threads that streams need, the event loop's and the engine's, would wait for each of them again and again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 SWITCH_INTERVAL_S = 0.0002
-"""How long a thread waits for the interpreter while another one computes. Python's default of 5 ms is a whole step."""
+"""How long a thread waits for the GIL while another one computes. Python's default of 5 ms is a whole step."""
 
 _POLL_S = 0.1
 
@@ -47,7 +46,7 @@ def in_turn(function: Callable[Arguments, Result], /, *args: Arguments.args, **k
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """Around a part of long work that runs no Python, such as waiting for another process: others take their turn."""
+    """Let other long work run during a part that runs no Python, such as waiting for another process."""
     if not _holds_turn.get():
         yield
         return

@@ -17,12 +17,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<QQ")
-"""Bytes of the pickle, and the number of buffers behind it, each of which follows its own length."""
+"""Bytes of the pickle, and the number of buffers after it, each preceded by its length."""
 
 _LENGTH = struct.Struct("<Q")
 
 Read = Callable[[int], bytearray]
-"""Exactly that many bytes. Raises EOFError when the other side is gone."""
+"""Reads exactly that many bytes. Raises EOFError at the end of the connection."""
 
 
 class Message:
@@ -48,7 +48,7 @@ def send(connection: socket.socket, value: object) -> None:
 
 
 def receive(read: Read) -> Any:
-    """The next value. Raises EOFError when the other side is gone."""
+    """The next value. Raises EOFError at the end of the connection."""
     length, num_buffers = _HEAD.unpack(read(_HEAD.size))
     data = read(length)
     buffers = [read(_LENGTH.unpack(read(_LENGTH.size))[0]) for _ in range(num_buffers)]
@@ -74,8 +74,8 @@ def reader(connection: socket.socket) -> Read:
 class OneWayCalls:
     """Method calls from one process to another, in both directions, without results.
 
-    `call("answer", 7)` here is `on_answer(7)` of the other side's target. A thread pickles and sends the calls, so that
-    callers wait neither for that nor for the other side.
+    `call("answer", 7)` here is `on_answer(7)` of the peer's target. A thread pickles and sends the calls, so that
+    callers wait neither for that nor for the peer.
     """
 
     def __init__(self, connection: socket.socket, target: object) -> None:
@@ -85,7 +85,7 @@ class OneWayCalls:
         threading.Thread(target=self._send, name="headrace-calls", daemon=True).start()
 
     def call(self, method: str, *args: object) -> None:
-        """Has no effect if the other side is gone, which `serve` notices."""
+        """Has no effect once the peer has disconnected; `serve` returns then."""
         self._waiting.put((method, args))
 
     def _send(self) -> None:
@@ -98,12 +98,12 @@ class OneWayCalls:
             pickle.PicklingError,
             TypeError,
             AttributeError,
-        ):  # the other side would wait for ever
+        ):  # the peer would wait for ever
             logger.exception("a call to another process can't be sent")
             self.close()
 
     def serve(self) -> None:
-        """Make the calls of the other side, one after another, until it is gone."""
+        """Run the peer's calls, one after another, until it disconnects."""
         read = reader(self._connection)
         while True:
             try:

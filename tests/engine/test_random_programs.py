@@ -248,7 +248,7 @@ class World:
         assert freed >= num_bytes or self.live
 
     def save(self) -> None:
-        while self.disk.hand_over():
+        while self.disk.advance():
             pass
 
     def load(self) -> None:

@@ -1,4 +1,4 @@
-"""Which models `headrace serve` serves, each with its options: from words, a folder and a TOML file.
+"""Which models `headrace serve` serves, each with its options: from arguments, a folder and a TOML file.
 
 A flag of the command line wins over the file, there a model's own value over one at the top, and the file over the
 environment.
@@ -54,10 +54,10 @@ class ServePlan:
         return bool(self.config.server.strict_model_name)
 
 
-def read_plan(words: Sequence[str], environ: Mapping[str, str] | None = None) -> ServePlan:
+def read_plan(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> ServePlan:
     """Raises ConfigError that names the flag, the variable, or the file, model and key."""
     environ = environment_for({}) if environ is None else environ
-    named, given = parse_served(words, program="headrace serve", about="Serve models over HTTP.")
+    named, given = parse_served(arguments, program="headrace serve", about="Serve models over HTTP.")
     flags = Layer(given)
     path = given.get("models_file") or environ.get(f"{ENVIRONMENT_PREFIX}MODELS_FILE")
     top, tables = _read_file(Path(path).expanduser()) if path else (Layer({}), {})
@@ -65,7 +65,9 @@ def read_plan(words: Sequence[str], environ: Mapping[str, str] | None = None) ->
     _check_names(config)
     planned: dict[str, PlannedModel] = {}
     for name, table in tables.items():
-        own = build_config(_word(path, table, name), (_for_models(flags), _knobs_of(table), _for_models(top)), environ)
+        own = build_config(
+            _spec_of(path, table, name), (_for_models(flags), _knobs_of(table), _for_models(top)), environ
+        )
         is_kept = table.values.get("keep", False)
         names = own.server.served_model_name if "served_model_name" in table.values else (name,)
         planned[name] = PlannedModel(names, own, is_kept, starts=is_kept or name in named)
@@ -74,20 +76,20 @@ def read_plan(words: Sequence[str], environ: Mapping[str, str] | None = None) ->
         planned.setdefault(folder.name, _plain(common, str(folder), (folder.name,), starts=folder.name in named))
     if not named and not planned:
         named = (environ.get(f"{ENVIRONMENT_PREFIX}MODEL") or DEFAULT_MODEL,)
-    words_first = {word: _plain(common, word, (), starts=True) for word in named if word not in planned}
-    found = {**words_first, **planned}
+    from_arguments = {spec: _plain(common, spec, (), starts=True) for spec in named if spec not in planned}
+    found = {**from_arguments, **planned}
     if len(found) > 1 and config.server.served_model_name:
         raise ConfigError(
             "--served-model-name names the only model, but there are several: set served-model-name for each in "
             "--models-file"
         )
     if len(found) == 1:
-        found = {word: _only(each, config) for word, each in found.items()}
+        found = {spec: _only(each, config) for spec, each in found.items()}
     return ServePlan(config, tuple(found.values()))
 
 
-def _plain(common: Config, word: str, names: tuple[str, ...], *, starts: bool) -> PlannedModel:
-    return PlannedModel(names, _with_model(common, word), is_kept=False, starts=starts)
+def _plain(common: Config, spec: str, names: tuple[str, ...], *, starts: bool) -> PlannedModel:
+    return PlannedModel(names, _with_model(common, spec), is_kept=False, starts=starts)
 
 
 def _only(model: PlannedModel, config: Config) -> PlannedModel:
@@ -95,8 +97,8 @@ def _only(model: PlannedModel, config: Config) -> PlannedModel:
     return PlannedModel(names, model.config, model.is_kept, starts=True)
 
 
-def _with_model(config: Config, word: str) -> Config:
-    return replace(config, model=word)
+def _with_model(config: Config, spec: str) -> Config:
+    return replace(config, model=spec)
 
 
 def _for_models(layer: Layer) -> Layer:
@@ -120,11 +122,11 @@ def _check_names(config: Config) -> None:
     log.warning("--strict-model-name goes away in the next version: %s", instead)
 
 
-def _word(path: str | None, table: Layer, name: str) -> str:
+def _spec_of(path: str | None, table: Layer, name: str) -> str:
     """The model of a table; a folder may be given from the file's own."""
-    word = str(table.values.get("model", name))
-    beside = Path(path or "").expanduser().parent / word
-    return str(beside) if beside.is_dir() and not Path(word).expanduser().is_dir() else word
+    spec = str(table.values.get("model", name))
+    beside = Path(path or "").expanduser().parent / spec
+    return str(beside) if beside.is_dir() and not Path(spec).expanduser().is_dir() else spec
 
 
 def _folders(models_dir: str | None) -> list[Path]:

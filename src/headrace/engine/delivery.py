@@ -13,11 +13,11 @@ from headrace.errors import HeadraceError
 from headrace.types.events import TokenOutput
 
 SHORTEST_PAUSE_S = 0.001
-"""An event loop's timers are no finer."""
+"""The resolution of an event loop's timers."""
 LONGEST_PAUSE_S = 0.03
 """Readers of a stream hardly notice it."""
 _DELIVERY_SHARE = 1 / 8
-"""Of an event loop's time that deliveries may take, as far as the longest pause allows."""
+"""Share of an event loop's time for deliveries, as far as the longest pause allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ Item = Accepted | TokenOutput | HeadraceError
 
 
 class Receiver(Protocol):
-    """Where the items of many requests go together."""
+    """Receives the items of many requests in batches."""
 
     def receive(self, items: Sequence[tuple[OutputQueue, Item]]) -> None:
         """Called in the engine's thread. Raises RuntimeError if no caller waits for items any more."""
@@ -38,7 +38,7 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutputQueue:
-    """Where a request's items go. put: called by the receiver."""
+    """The output queue of a request. put: called by the receiver."""
 
     receiver: Receiver
     put: Callable[[Item], None]
@@ -46,7 +46,7 @@ class OutputQueue:
 
 
 def deliver(items: Sequence[tuple[OutputQueue, Item]]) -> list[str]:
-    """Hand items over, each receiver's at once. Returns the ids of requests whose caller no longer waits."""
+    """Deliver items, those of each receiver together. Returns the ids of requests whose caller no longer waits."""
     undeliverable: list[str] = []
     by_receiver: dict[Receiver, list[tuple[OutputQueue, Item]]] = {}
     for outputs, item in items:
@@ -91,7 +91,7 @@ class EventLoopReceiver:
             started_s = time.thread_time()
             for outputs, item in items:
                 outputs.put(item)
-            # runs behind the streams' tasks, which the items wake
+            # runs after the streams' tasks, which the items wake
             self._event_loop.call_soon(self._pause, started_s)
 
     def _pause(self, started_s: float) -> None:

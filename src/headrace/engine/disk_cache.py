@@ -51,7 +51,7 @@ class DiskCache:
     def observe_prefill(self, num_tokens: int, duration_s: float) -> None:
         """Record a step with this many prompt tokens: reads from disk must be faster."""
 
-    def hand_over(self) -> bool:
+    def advance(self) -> bool:
         """Copy a slice of what is to be written off the device. Returns whether there is more."""
         return False
 
@@ -149,7 +149,7 @@ class DiskLoader(DiskCache):
     def observe_prefill(self, num_tokens: int, duration_s: float) -> None:
         self._disk.observe_prefill(num_tokens, duration_s)
 
-    def hand_over(self) -> bool:
+    def advance(self) -> bool:
         return self._disk.advance(SLICE_S)
 
     def close(self) -> None:

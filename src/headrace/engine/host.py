@@ -1,4 +1,4 @@
-"""The process that has the engines' arrays: what concerns all of its engines."""
+"""What all engines of this process share: the device and its memory."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Loop:
         self.warm_up.advance()
 
     def _is_turn_of_scoring(self) -> bool:
-        """Whether the next step has no prompts because the draft model scores some: streams wait for one of them."""
+        """Whether the next step leaves out prompts because the draft model scores some: streams wait for only one."""
         return self._sparse.is_scoring and self._num_prompt_tokens > 0 and self._scheduler.spare_s is not None
 
     def _score(self) -> None:
@@ -168,7 +168,7 @@ class Loop:
         if not has_requests and not self._can_warm_up(is_idle=True):
             # free the rows of finished and aborted requests before the wait, not after it
             self._free()
-            while self._inbox.empty() and self._disk.hand_over():
+            while self._inbox.empty() and self._disk.advance():
                 pass
             self._take(self._next_command())
         while not self._inbox.empty():
@@ -193,7 +193,7 @@ class Loop:
         if num_freed := self._adapters.free_dropped():
             self._scheduler.give_bytes(num_freed)
         self._scheduler.end_stages()
-        self._disk.hand_over()
+        self._disk.advance()
         usage = self._memory_usage
         state_bytes = max(self._scheduler.reserved_bytes, self._runner.permanent_bytes)
         usage.set_usage(Kind.ADAPTERS, self._adapters.num_bytes)

@@ -1,4 +1,4 @@
-"""What the configured model would take in memory."""
+"""Estimates the configured model's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.models.source import is_hub_id
 
 
 def preview(config: Config) -> Preview:
-    """What the configured model would take, before any weight of a Hugging Face id is fetched. Raises ModelError."""
+    """The configured model's estimate, before any weight of a Hugging Face id is fetched. Raises ModelError."""
     name = config.model
     if name != "smollm2" and built_in_folder(name) is None and is_hub_id(name):
         with built_in_suggested(name):

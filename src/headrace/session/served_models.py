@@ -38,14 +38,14 @@ class ServedModels:
 
     @property
     def main(self) -> ModelEntry:
-        """The one whose figures stand for the server where there is room for one: the first, or the first loaded."""
+        """The model for routes and figures without a model's name: the first loaded one, else the first."""
         return next((entry for entry in self.entries if entry.session is not None), self.entries[0])
 
     def loaded(self) -> tuple[tuple[ModelEntry, AnySession], ...]:
         return tuple((entry, entry.session) for entry in self.entries if entry.session is not None)
 
     def resolve(self, name: str | None) -> ResolvedModel:
-        """The model that a request means. Raises ModelNotFound, and InvalidRequest without a name."""
+        """The model for a request. Raises ModelNotFound, and InvalidRequest without a name."""
         if name is not None and (found := self._find(name)) is not None:
             return found
         if self._takes_any_name or (name is None and len(self.entries) == 1 and not self._needs_name):
