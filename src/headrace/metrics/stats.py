@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from bisect import bisect_left
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from headrace.metrics.history import Seconds
 from headrace.types.events import TokenOutput
@@ -191,5 +194,9 @@ class Stats:
 def process_use() -> tuple[float, int]:
     """Of this process: seconds of processor time of all threads, and bytes of peak resident memory."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return used.ru_utime + used.ru_stime, used.ru_maxrss * unit
+    peak_bytes = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    # on Linux that includes what the parent had before it started this process
+    with suppress(OSError):
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text("ascii"))
+        peak_bytes = peak_bytes if peak is None else int(peak[1]) * 1024
+    return used.ru_utime + used.ru_stime, peak_bytes
