@@ -27,7 +27,7 @@ from headrace.api.anthropic_request import read_messages
 from headrace.api.json_body import read_object
 from headrace.api.openai_chat import read_chat_completion
 from headrace.config_loading import set_up_libraries
-from headrace.long_work import hand_over_soon, in_turn
+from headrace.long_work import in_turn, shorten_switch_interval
 from headrace.models.built_in import MINIATURE
 from headrace.prefix.key import Namespace, cache_key
 from headrace.prefix.radix import PrefixTree
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--beside", type=int, default=40)
     asked = parser.parse_args()
     set_up_libraries()
-    hand_over_soon()
+    shorten_switch_interval()
     model_type = json.loads((asked.model / "config.json").read_text())["model_type"]
     template = load_text_pipeline(asked.model, model_type).template
     for kind, conversation in CONVERSATIONS.items():

@@ -182,6 +182,9 @@ def test_a_cancelled_load_leaves_no_bytes_and_no_thread() -> None:
         async with served(plan_of(*SMALL)) as (models, client):
             assert await answer(client, SMALL[1], QUESTIONS[0])
             await models.unload(models.entries[1])
+            async with asyncio.timeout(10):
+                while _process().memory_in_use() > MILLION:  # as the process has reported it before
+                    await asyncio.sleep(0.05)
             entry, before, threads = models.entries[0], _process().memory_in_use(), num_threads()
             load = asyncio.create_task(models.load(entry))
             while _process().memory_in_use() < 5 * MILLION:  # its weights are being read
