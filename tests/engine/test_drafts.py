@@ -162,12 +162,12 @@ def alone(engine: Engine, asked: list[GenerationRequest]) -> list[Answer]:
 Draft = Callable[[Drafter, Sequence[DraftRow]], DraftBatch]
 
 
-def made_up(guess: Callable[[DraftRow, int], int]) -> Draft:
+def made_up(token_at: Callable[[DraftRow, int], int]) -> Draft:
     """A drafter of given tokens. A head still processes its inputs, as it does under any drafts."""
 
     def draft(self: Drafter, rows: Sequence[DraftRow]) -> DraftBatch:
         wanting = [[row for row in rows if row.num_drafts > place] for place in range(rows[0].num_drafts)]
-        ids = [[guess(row, place) for row in some] for place, some in enumerate(wanting)]
+        ids = [[token_at(row, place) for row in some] for place, some in enumerate(wanting)]
         return DraftBatch([mx.array(of_place, dtype=mx.int32) for of_place in ids])
 
     return draft
@@ -178,13 +178,13 @@ def oracle(asked: Sequence[GenerationRequest], alone: Sequence[Answer], share_wr
     texts = [(*one.prompt, *tokens) for one, answer in zip(asked, alone, strict=True) for tokens in answer.tokens]
     lies = random.Random(5)
 
-    def guess(row: DraftRow, place: int) -> int:
+    def token_at(row: DraftRow, place: int) -> int:
         known = tuple(row.token_ids)
         text = next(text for text in texts if text[: len(known)] == known)
         truth = text[len(known) + place] if len(known) + place < len(text) else 0
         return (truth + 1) % 4000 if lies.random() < share_wrong else truth
 
-    return made_up(guess)
+    return made_up(token_at)
 
 
 DRAFTERS = ("own", "random", "oracle", "wrong oracle")
