@@ -13,7 +13,7 @@ import mlx.core as mx
 from headrace.backend.cuda.put import Part
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord, copy_of
 from headrace.state.quantized_kv import KVForm
-from headrace.state.slabs import Slot
+from headrace.state.slabs import Run, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,13 @@ class KVRecord(LayerRecord):
             return self
         place = (slice(None), slice(None), slice(start - self.start, end - self.start))
         return KVRecord(start, mx.contiguous(self.keys[place]), mx.contiguous(self.values[place]))
+
+    def runs(self, length: int) -> list[Run]:
+        """The tokens before `length`, if any were written."""
+        if self.keys is None or self.values is None:
+            return []
+        keys, values = (array[:, :, : length - self.start] for array in (self.keys, self.values))
+        return [Run(self.start, keys, values)]
 
     def by_layer(self, num_layers: int) -> list[KVRecord]:
         """A record for each layer: views."""
@@ -104,10 +111,7 @@ class FullAttentionState:
 
     def restore(self, record: KVRecord, length: int) -> list[Part]:
         """Of the record's tokens up to `length`, what is to be written before a step."""
-        if record.keys is None or record.values is None:
-            return []
-        keys, values = (array[:, :, : length - record.start] for array in (record.keys, record.values))
-        return self.slot.parts(self.layer, record.start, keys, values)
+        return self.slot.parts([self.layer], record.runs(length))
 
     def arrays(self) -> tuple[mx.array, ...]:
         slab = self.slot.slab

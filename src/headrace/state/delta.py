@@ -158,7 +158,7 @@ class TableState(RecurrentState):
         context = record.context[:, -self._num_context :]
         raw = mx.pad(context, [(0, 0), (0, table.raw.shape[1] - context.shape[1]), (0, 0)])
         # the first row is what a first step reads
-        return [put.Part(table.state, 0, self.index, record.state), put.Part(table.raw, 0, 2 * self.index, raw)]
+        return [put.Part([table.state], 0, self.index, record.state), put.Part([table.raw], 0, 2 * self.index, raw)]
 
     def settle(self) -> list[mx.array]:
         """Replay what is pending in all layers; returns what is to be launched before the next step."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from headrace.state.attention import KVRecord, joined
 from headrace.state.layer import LayerKey, LayerRecord
-
-_JOINED_TOKENS = 4096
-"""Where copies are launched by kernels of ours, shorter neighbouring spans are restored together: each costs the host
-60 µs and a launch, so that late turns of a conversation would take longer than early ones. Elsewhere copying them twice
-takes longer than that, but for the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +61,6 @@ class SpanRecord:
         groups = {keys: record.part(start, end) for keys, record in self.groups.items()}
         mx.async_eval([record.arrays for record in groups.values()])
         return SpanRecord(start, end, groups)
-
-
-def joined_spans(spans: Sequence[SpanRecord]) -> Iterator[SpanRecord]:
-    """The same tokens in fewer records. The copies of neighbours are not evaluated."""
-    run: list[SpanRecord] = []
-    for span in spans:
-        if run and (span.end - run[0].start > _JOINED_TOKENS or span.groups.keys() != run[0].groups.keys()):
-            yield _joined_span(run)
-            run = []
-        run.append(span)
-    if run:
-        yield _joined_span(run)
-
-
-def _joined_span(run: Sequence[SpanRecord]) -> SpanRecord:
-    if len(run) == 1:
-        return run[0]
-    groups = {keys: joined([span.groups[keys] for span in run]) for keys in run[0].groups}
-    return SpanRecord(run[0].start, run[-1].end, groups)
 
 
 def joined_record(length: int, spans: Sequence[SpanRecord], snapshot: SequenceRecord | None) -> SequenceRecord:

@@ -11,9 +11,9 @@ import mlx.core as mx
 from headrace.state.attention import FullAttentionState, KVRecord
 from headrace.state.delta import TableState
 from headrace.state.layer import LayerCost, LayerKey, LayerRecord, LayerState
-from headrace.state.records import SequenceRecord, SpanRecord, joined_record, joined_spans
+from headrace.state.records import SequenceRecord, SpanRecord, joined_record
 from headrace.state.recurrent import BatchedState, RecurrentRecord
-from headrace.state.slabs import StatePool, slot_capacity
+from headrace.state.slabs import Run, StatePool, slot_capacity
 
 State = TypeVar("State", bound=LayerState)
 Recurrent = TypeVar("Recurrent", BatchedState, TableState)
@@ -79,8 +79,10 @@ class SequenceState:
         """Of all gated delta layers."""
         self._closing: list[Any] | None = None
         """The states that are not sliceable, which `commit` closes; None after a change."""
-        self._sources: dict[LayerKey, list[LayerRecord]] = {}
+        self._sources: dict[LayerKey, LayerRecord] = {}
         """Records from which layers are filled when a mixer first uses them."""
+        self.is_untouched = False
+        """Whether nothing was computed since the last restore: then layers are still in the records they came from."""
         self._restored: tuple[Sequence[SpanRecord], SequenceRecord | None] | None = None
         """The records restored last; None once a window is opened."""
         self.draft_model: DraftModelState | None = None
@@ -124,7 +126,7 @@ class SequenceState:
         """The state of one layer, made on first use and then filled from a record that was restored before."""
         if key not in self._layers:
             state = make()
-            for record in self._sources.pop(key, ()):
+            if (record := self._sources.pop(key, None)) is not None:
                 self.pool.fill(state.restore(record, self.length) or [])
             self._layers[key], self._closing = state, None
         found: State = self._layers[key]  # type: ignore[assignment]
@@ -137,8 +139,7 @@ class SequenceState:
         """The running states of all gated delta layers, made and filled like a layer's."""
         if self._recurrent is None:
             self._recurrent, self._closing = make(), None
-            sources = {key: record for key, (record, *_) in self._sources.items()}
-            records = {key: record for key, record in sources.items() if isinstance(record, RecurrentRecord)}
+            records = {key: record for key, record in self._sources.items() if isinstance(record, RecurrentRecord)}
             for key in records:
                 del self._sources[key]
             self._recurrent.restore(records)
@@ -165,6 +166,7 @@ class SequenceState:
             holder.commit(num_tokens, self.num_open)
         self.length += num_tokens
         self.num_open = self.num_certain = 0
+        self.is_untouched = False
         self._sources.clear()
 
     def rollback(self, num_tokens: int) -> None:
@@ -231,11 +233,6 @@ class SequenceState:
         if self.is_untouched:
             raise RuntimeError("no layer of the state has been filled since its restore")
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether nothing was computed since the last restore: then layers are still in the records they came from."""
-        return bool(self._sources)
-
     def is_finite(self) -> bool:
         """Whether the last token has left numbers in all layers. What lost them earlier has none there either.
 
@@ -260,14 +257,17 @@ class SequenceState:
         """Become the state at `length` from consecutive spans from token 0 on, and a snapshot there."""
         self._clear()
         self._restored = spans, snapshot
-        if self.pool.is_permanent:
-            spans = tuple(joined_spans(spans))
-        for part in (*spans, *(() if snapshot is None else (snapshot,))):
-            for key, record in part.layers.items():
-                self._sources.setdefault(key, []).append(record)
         self.length, self.num_open, self.num_certain, self.snapshot_points = length, 0, 0, ()
         if length > self._slot.capacity:
             self.pool.grow(self._slot, length, 0)
+        runs: dict[tuple[LayerKey, ...], list[Run]] = {}
+        for span in spans:
+            for layers, record in span.groups.items():
+                runs.setdefault(layers, []).extend(record.runs(length))
+        self._sources = {} if snapshot is None else dict(snapshot.layers)
+        self.is_untouched = length > 0
+        if parts := [part for layers, found in runs.items() for part in self._slot.parts(layers, found)]:
+            self.pool.fill(parts)
 
     def own_arrays(self) -> list[mx.array]:
         """The layers' arrays that don't lie in a pool, and a draft model's; rows of a batch may share some of them."""
@@ -304,4 +304,4 @@ class SequenceState:
         if self._recurrent is not None:
             self._recurrent.release()
         self._recurrent = self._closing = self._restored = None
-        self._sources = {}
+        self._sources, self.is_untouched = {}, False

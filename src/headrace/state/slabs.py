@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -159,6 +160,14 @@ class BatchSlab(Slab):
         self.num_rows = num_rows
 
 
+class Run(NamedTuple):
+    """Keys and values of consecutive tokens from `start` on."""
+
+    start: int
+    keys: mx.array
+    values: mx.array
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """A sequence's place in a slab, from token `start` of a row on; `StatePool.grow` moves it."""
@@ -176,17 +185,29 @@ class Slot:
             # what fills an array whole would become the array, and be written in place
             stored[layer][place] = copy_of(new) if new.shape == stored[layer].shape else new
 
-    def parts(self, layer: LayerKey, start: int, keys: mx.array, values: mx.array) -> list[Part]:
-        """Like `write`, but as parts for `put`, which writes in place even if others hold the slab's arrays.
+    def parts(self, layers: Sequence[LayerKey], runs: Sequence[Run]) -> list[Part]:
+        """Like `write` for each of the layers, but as parts for `put`, which writes in place even if others hold the
+        slab's arrays. runs: `[num_layers, num_kv_heads, n, head_dim]`.
 
         For use between steps. A batch slab is written at once, without parts.
         """
         if isinstance(self.slab, BatchSlab):
-            self.write(layer, start, keys, values)
+            for run in runs:
+                by_layer = [mx.split(array, len(layers)) for array in (run.keys, run.values)]
+                for layer, keys, values in zip(layers, *by_layer, strict=True):
+                    self.write(layer, run.start, keys, values)
             return []
-        self.slab.prepare(layer, keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
-        stored = self.slab.keys[layer], self.slab.values[layer]
-        return [Part(array, 2, self.start + start, new) for array, new in zip(stored, (keys, values), strict=True)]
+        if not runs:
+            return []
+        keys, values = runs[0].keys, runs[0].values
+        for layer in layers:
+            self.slab.prepare(layer, keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
+        all_keys, all_values = ([stored[layer] for layer in layers] for stored in (self.slab.keys, self.slab.values))
+        found: list[Part] = []
+        for run in runs:
+            at = self.start + run.start
+            found += [Part(all_keys, 2, at, run.keys), Part(all_values, 2, at, run.values)]
+        return found
 
     def read(self, layer: LayerKey, start: int, end: int) -> tuple[mx.array, mx.array]:
         """Views `[1, num_kv_heads, end - start, head_dim]` of the newest version; not to be kept past the step."""
@@ -293,9 +314,7 @@ class StatePool:
             elif num_used:
                 moved: list[Part] = []
                 for layers, copied in slot.copies(slot.slab.keys, 0, num_used).items():
-                    by_layer = zip(*(mx.split(array, len(layers)) for array in copied), strict=True)
-                    for layer, (keys, values) in zip(layers, by_layer, strict=True):
-                        moved += larger.parts(layer, 0, keys, values)
+                    moved += larger.parts(layers, [Run(0, *copied)])
                 self.launch(put(moved))
             undo.pop_all()
         self.free(slot)

@@ -32,7 +32,7 @@ def test_a_part_is_written_in_place(case: str) -> None:
     wanted = double(table)
     wanted[(slice(None),) * axis + (slice(at, at + number),)] = double(part)
     mx.eval(table, part)
-    mx.eval(put([Part(table, axis, at, part)]))
+    mx.eval(put([Part([table], axis, at, part)]))
     assert np.array_equal(double(table), wanted)
 
 
@@ -42,10 +42,10 @@ def test_a_part_may_be_a_view_of_another_array() -> None:
     wanted = np.zeros((6, 2, 4))
     wanted[1:5] = double(numbers)[:, 2:6, 1:5].transpose(1, 0, 2)
     mx.eval(numbers, table)
-    mx.eval(put([Part(table, 0, 1, numbers[:, 2:6, 1:5].swapaxes(0, 1))]))
+    mx.eval(put([Part([table], 0, 1, numbers[:, 2:6, 1:5].swapaxes(0, 1))]))
     assert np.array_equal(double(table), wanted)
     # one whose numbers begin at an odd place of its memory
-    mx.eval(put([Part(table, 0, 1, numbers.reshape(-1)[1:9].reshape(1, 2, 4))]))
+    mx.eval(put([Part([table], 0, 1, numbers.reshape(-1)[1:9].reshape(1, 2, 4))]))
     wanted[1] = np.arange(1, 9).reshape(2, 4)
     assert np.array_equal(double(table), wanted)
 
@@ -61,11 +61,34 @@ def test_parts_of_several_tables_are_written() -> None:
     for table, of_table, (axis, at, number) in zip(tables, wanted, places, strict=True):
         values = random.integers(-99, 99, (*table.shape[:axis], number, *table.shape[axis + 1 :]))
         of_table[(slice(None),) * axis + (slice(at, at + number),)] = values
-        parts.append(Part(table, axis, at, mx.array(values).astype(mx.float16)))
+        parts.append(Part([table], axis, at, mx.array(values).astype(mx.float16)))
     mx.eval(tables, [part.values for part in parts])
     mx.eval(put(parts))
     for table, of_table in zip(tables, wanted, strict=True):
         assert np.array_equal(double(table), of_table)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("width", [64, 7])
+def test_spans_of_many_lengths_are_written_into_all_tables(width: int, dtype: mx.Dtype) -> None:
+    """As a conversation's keys and values are restored: what a span has of all layers is one array."""
+    random = np.random.default_rng(width)
+    keys, values = ([mx.zeros((1, 2, 9000, width), dtype) for _ in range(3)] for _ in range(2))
+    wanted = np.zeros((6, 2, 9000, width))
+    lengths = [5000, 1, 2, 3, *random.integers(1, 40, 90).tolist(), 700]
+    parts, at = [], 11
+    for length in lengths:
+        for number, tables in enumerate((keys, values)):
+            numbers = random.integers(-99, 99, (3, 2, length, width))
+            wanted[3 * number : 3 * number + 3, :, at : at + length] = numbers
+            parts.append(Part(tables, 2, at, mx.array(numbers).astype(dtype)))
+        at += length
+    mx.eval(keys, values, [part.values for part in parts])
+    launches = put(parts)
+    mx.eval(launches)
+    found = np.stack([double(table)[0] for table in (*keys, *values)])
+    assert np.array_equal(found, wanted)
+    assert len(launches) < 10
 
 
 @pytest.mark.parametrize(
@@ -80,7 +103,7 @@ def test_parts_of_several_tables_are_written() -> None:
 )
 def test_a_part_that_does_not_fit_is_refused(axis: int, at: int, part: mx.array) -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        put([Part(mx.zeros((3, 4)), axis, at, part)])
+        put([Part([mx.zeros((3, 4))], axis, at, part)])
 
 
 @pytest.mark.parametrize(
@@ -102,5 +125,5 @@ def test_the_same_part_of_several_arrays_is_copied(
     found = collect(arrays, outer, inner, at, number)
     mx.eval(found)
     # a copy: what is written into the arrays afterwards is not in it
-    mx.eval(put([Part(array, 0, 0, array[:1] * 0) for array in arrays]))
+    mx.eval(put([Part([array], 0, 0, array[:1] * 0) for array in arrays]))
     assert np.array_equal(double(found), wanted)

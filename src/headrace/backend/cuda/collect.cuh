@@ -8,7 +8,5 @@ __device__ void collect(const int* plan, const T* const* arrays, T* out) {
   const long run = plan[4] * inner;
   const char* from = reinterpret_cast<const char*>(arrays[blockIdx.z]) + plan[3] * inner;
   char* to = reinterpret_cast<char*>(out) + blockIdx.z * outer * run;
-  const long odd = reinterpret_cast<long>(from) | reinterpret_cast<long>(to) | run | stride;
-  if (odd % sizeof(uint4) == 0) copy_runs<uint4>(from, stride, to, run, run, outer);
-  else copy_runs<T>(from, stride, to, run, run, outer);
+  for (long o = blockIdx.y; o < outer; o += gridDim.y) copy_run<T>(from + o * stride, to + o * run, run);
 }

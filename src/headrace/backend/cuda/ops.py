@@ -18,6 +18,7 @@ from headrace.backend.rope import rotated
 
 if TYPE_CHECKING:
     from headrace.backend.cuda import matmul, moe
+    from headrace.backend.cuda.put import Part
 
 Rows = list[list[int]]
 """A plan as Python reads it."""
@@ -50,12 +51,18 @@ def most_likely(logits: mx.array, otherwise: int) -> mx.array:
     return mx.where(is_fit, ids.astype(mx.int32), otherwise).squeeze(-1)
 
 
-def put(tables: Sequence[mx.array], axis: int, at: int, parts: Sequence[mx.array]) -> mx.array:
+def put(parts: Sequence[Part]) -> mx.array:
     """Changes the tables' Python objects, so that every reference to them has the new numbers."""
-    for table, part in zip(tables, parts, strict=True):
-        # what fills a table whole would become the table
-        own = part * mx.array(1, part.dtype) if part.shape == table.shape else part
-        table[(slice(None),) * axis + (slice(at, at + part.shape[axis]),)] = own
+    tables: list[mx.array] = []
+    for part in parts:
+        shape = list(part.tables[0].shape)
+        shape[part.axis] = part.number
+        values = part.values.reshape(len(part.tables), *shape)
+        for table, own in zip(part.tables, values, strict=True):
+            # what fills a table whole would become the table
+            own = own * mx.array(1, own.dtype) if own.shape == table.shape else own
+            table[(slice(None),) * part.axis + (slice(part.at, part.at + part.number),)] = own
+        tables += part.tables
     # computed after the writes, and no view that would keep a table's memory
     return mx.stack([table.reshape(-1)[0] != 0 for table in tables]).any().astype(mx.int32)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -17,38 +17,74 @@ _THREADS = 256
 _BYTES = _THREADS * 64
 """That a block copies, if there are not too many for one launch."""
 _MOST_BLOCKS = 1024
+"""Along an axis of the grid."""
+_MOST_PART_BLOCKS = 4096
 
 _MOST_ARRAYS = 64
-"""Written by one launch, whose parameters are limited to 4 KB."""
+"""Tables of one launch, and parts: its parameters are limited to 4 KB."""
 
 
 class Part(NamedTuple):
-    """Values to write into `table[…, at : at + n, …]` along the axis; the rest of their shapes is the same."""
+    """Values to write into `table[…, at : at + n, …]` along the axis, of one table after the other.
 
-    table: mx.array
+    tables: of one shape and type. values: `[…, n, *table.shape[axis + 1 :]]`.
+    """
+
+    tables: Sequence[mx.array]
     axis: int
     at: int
     values: mx.array
 
+    @property
+    def number(self) -> int:
+        """`n`. Raises ValueError if the values do not fit."""
+        table, axis, values = self.tables[0], self.axis, self.values
+        behind = table.ndim - axis
+        if values.ndim >= behind:
+            number = values.shape[-behind]
+            before = len(self.tables) * prod(table.shape[:axis]), prod(values.shape[:-behind])
+            rests = table.shape[axis + 1 :], values.shape[values.ndim - behind + 1 :]
+            fits = before[0] == before[1] and rests[0] == rests[1] and table.dtype == values.dtype
+            if fits and 0 <= self.at <= table.shape[axis] - number:
+                return int(number)
+        raise ValueError(
+            f"{values.dtype} {values.shape} does not fit at {self.at} of axis {axis} into "
+            f"{len(self.tables)} of {table.dtype} {table.shape}"
+        )
+
 
 @cache
-def _put_kernel(num_arrays: int) -> CudaKernel:
-    tables, parts = ([f"{kind}{number}" for number in range(num_arrays)] for kind in ("table", "part"))
+def _put_kernel(num_tables: int, num_parts: int) -> CudaKernel:
+    tables, parts = [f"table{number}" for number in range(num_tables)], [f"part{number}" for number in range(num_parts)]
     written = ", ".join(f"const_cast<T*>({name})" for name in tables)
     body = f"T* const tables[] = {{{written}}}; const T* const parts[] = {{{', '.join(parts)}}};"
     body += " put(plan, tables, parts, done);"
-    return CudaKernel(f"put_{num_arrays}", ("runs.cuh", "put.cuh"), ("plan", *tables, *parts), ("done",), body)
+    name = f"put_{num_tables}_{num_parts}"
+    return CudaKernel(name, ("runs.cuh", "put.cuh"), ("plan", *tables, *parts), ("done",), body)
 
 
 @or_ops(ops.put)
-def _put(tables: Sequence[mx.array], axis: int, at: int, parts: Sequence[mx.array]) -> mx.array:
-    """Tables have one shape and type, and parts have one shape."""
-    table, number = tables[0], parts[0].shape[axis]
+def _put(parts: Sequence[Part]) -> mx.array:
+    """Their tables have one shape and type, and their axis is the same."""
+    table, axis = parts[0].tables[0], parts[0].axis
     outer, inner = prod(table.shape[:axis]), prod(table.shape[axis + 1 :])
-    (done,) = _put_kernel(len(tables))(
-        [mx.array([outer, table.shape[axis], inner, at, number], mx.int32), *tables, *parts],
+    plan = [outer, table.shape[axis], inner]
+    tables: list[mx.array] = []
+    starts: dict[int, int] = {}
+    for part in parts:
+        start = starts.setdefault(id(part.tables), len(tables))
+        if start == len(tables):
+            tables += part.tables
+        plan += [start, len(part.tables), part.at, part.number]
+    values, most_tables = [part.values for part in parts], max(len(part.tables) for part in parts)
+    # a kernel is built for a number of arrays: one for conversations of any number of spans
+    values += values[-1:] * (0 if most_tables == 1 else _MOST_ARRAYS - len(parts))
+    num_runs = min(_MOST_BLOCKS, most_tables * outer)
+    num_bytes = max(part.number for part in parts) * inner * table.itemsize
+    (done,) = _put_kernel(len(tables), len(values))(
+        [to_device(plan, mx.int32), *tables, *values],
         {"T": table.dtype},
-        (min(_MOST_BLOCKS, -(-number * inner * table.itemsize // _BYTES)), min(_MOST_BLOCKS, outer), len(tables)),
+        (min(-(-num_bytes // _BYTES), max(1, _MOST_PART_BLOCKS // num_runs)), num_runs, len(parts)),
         _THREADS,
         (((1,), mx.int32),),
     )
@@ -56,27 +92,32 @@ def _put(tables: Sequence[mx.array], axis: int, at: int, parts: Sequence[mx.arra
 
 
 def put(parts: Sequence[Part]) -> list[mx.array]:
-    """Write parts of tables in place; those of one shape at one place by one launch.
+    """Write parts of tables in place; those of similar size into tables of one shape by one launch.
 
     The results, whose numbers mean nothing, have to be evaluated for the writing to happen, and before whatever reads
     the tables there. Raises ValueError for a part that does not fit.
     """
     groups: dict[Hashable, list[Part]] = {}
     for part in parts:
-        table, axis, at, values = part
-        rests = [shape[:axis] + shape[axis + 1 :] for shape in (table.shape, values.shape)]
-        if not 0 <= at <= table.shape[axis] - values.shape[axis] or rests[0] != rests[1] or table.dtype != values.dtype:
-            raise ValueError(
-                f"{values.dtype} {values.shape} does not fit at {at} of axis {axis} into {table.dtype} {table.shape}"
-            )
-        if values.size:
-            groups.setdefault((table.shape, table.dtype, axis, at, values.shape), []).append(part)
-    written: list[mx.array] = []
-    for group in groups.values():
-        for first in range(0, len(group), _MOST_ARRAYS):
-            some = group[first : first + _MOST_ARRAYS]
-            written.append(_put([one.table for one in some], some[0].axis, some[0].at, [one.values for one in some]))
-    return written
+        if number := part.number:
+            table = part.tables[0]
+            # each part of a launch has as many blocks as the largest
+            groups.setdefault((table.shape, table.dtype, part.axis, number.bit_length() // 4), []).append(part)
+    return [_put(some) for group in groups.values() for some in _launches(group)]
+
+
+def _launches(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """The parts in groups that one launch can have."""
+    some: list[Part] = []
+    seen: dict[int, int] = {}
+    for part in parts:
+        seen[id(part.tables)] = len(part.tables)
+        if some and (len(some) == _MOST_ARRAYS or sum(seen.values()) > _MOST_ARRAYS):
+            yield some
+            some, seen = [], {id(part.tables): len(part.tables)}
+        some.append(part)
+    if some:
+        yield some
 
 
 @cache

@@ -1,12 +1,17 @@
-// Runs of bytes from one array into another, 16 bytes at a time where addresses and lengths allow it. blockIdx.y: outer.
+// A run of bytes from one array into another by the blocks along x, 16 bytes at a time where addresses and length allow it.
 
 template <typename U>
-__device__ void copy_runs(const void* from, long from_stride, void* to, long to_stride, long length, long outer) {
-  for (long o = blockIdx.y; o < outer; o += gridDim.y) {
-    const U* source = reinterpret_cast<const U*>(static_cast<const char*>(from) + o * from_stride);
-    U* target = reinterpret_cast<U*>(static_cast<char*>(to) + o * to_stride);
-    for (long i = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x; i < length / static_cast<long>(sizeof(U));
-         i += static_cast<long>(gridDim.x) * blockDim.x)
-      target[i] = source[i];
-  }
+__device__ void copy_units(const char* from, char* to, long length) {
+  const U* __restrict__ source = reinterpret_cast<const U*>(from);
+  U* __restrict__ target = reinterpret_cast<U*>(to);
+  const long stride = static_cast<long>(gridDim.x) * blockDim.x, number = length / static_cast<long>(sizeof(U));
+#pragma unroll 4
+  for (long i = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x; i < number; i += stride) target[i] = source[i];
+}
+
+template <typename T>
+__device__ void copy_run(const char* from, char* to, long length) {
+  const long odd = reinterpret_cast<long>(from) | reinterpret_cast<long>(to) | length;
+  if (odd % sizeof(uint4) == 0) copy_units<uint4>(from, to, length);
+  else copy_units<T>(from, to, length);
 }
