@@ -10,18 +10,10 @@ with one replica as with two, wherever the router sends a stream; half-filled st
 from __future__ import annotations
 
 import argparse
-import contextlib
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
-from headrace.config_loading import environment_for
-
-_PATIENCE_S = 900
+from benchmarks.servers import serving
 
 _ROWS = 4
 # Prompts keep replicas busier than Ray's proxy.
@@ -29,35 +21,13 @@ _WORKLOAD = f"--workload long-prompt --streams {4 * _ROWS} --requests {12 * _ROW
 _WORKLOAD += "--prompt-tokens 400 --max-tokens 24".split()
 
 
-@contextlib.contextmanager
-def serving(model: str, num_replicas: int) -> Iterator[str]:
-    """Yields the URL of a server with so many replicas. Raises RuntimeError with its log if it does not start."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    words = ["-m", "headrace", "ray", "serve", model, "--replicas", str(num_replicas), "--port", str(port)]
-    words += ["--max-num-seqs", str(_ROWS)]
-    log = Path(tempfile.mkdtemp()) / "log"
-    with log.open("wb") as out:
-        environment = environment_for({"OPENBLAS_NUM_THREADS": "1"})
-        server = subprocess.Popen([sys.executable, *words], stdout=out, stderr=subprocess.STDOUT, env=environment)
-    try:
-        until = time.monotonic() + _PATIENCE_S
-        while b"is served at http" not in log.read_bytes():
-            if server.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(log.read_text())
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure two replicas beside one.")
     parser.add_argument("model", nargs="?", default="miniature", metavar="MODEL")
     given, options = parser.parse_known_args()
-    with serving(given.model, 1) as one, serving(given.model, 2) as two:
+    ray = ["ray", "serve", given.model, "--max-num-seqs", str(_ROWS), "--replicas"]
+    blas = {"OPENBLAS_NUM_THREADS": "1"}
+    with serving([*ray, "1"], blas) as one, serving([*ray, "2"], blas) as two:
         words = ["bench", one, "--label", "one", "--peer", f"two={two}", *(options or _WORKLOAD)]
         return subprocess.run([sys.executable, "-m", "headrace", *words], check=False).returncode
 

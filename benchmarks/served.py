@@ -1,8 +1,9 @@
 """Measures a served model under load: `python -m benchmarks.served MODEL [options of headrace serve]`.
 
-Starts `headrace serve`, waits until it is warmed up, and prints a table: bursts, arrivals, the next turn of a long
-conversation, streams beside such turns, and whether answers are the same alone and in company. Greedy, streamed, exact
-numbers of tokens. The client runs on the same machine.
+Starts `headrace serve`, or `headrace ray serve` where `--replicas` is given, waits until it is warmed up, and prints a
+table: bursts, arrivals, the next turn of a long conversation, streams beside such turns, whether answers are the same
+alone and in company, and whether conversations stay on their replica. Greedy, streamed, exact numbers of tokens. The
+client runs on the same machine.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from headrace.errors import HeadraceError
 _LONG_PROMPT_WORDS = 730
 _NUM_EQUAL = 32
 _EQUAL_TOKENS = 48
+_NUM_SESSIONS, _NUM_TURNS = 8, 6
 _POLL_S = 0.2
 
 
@@ -42,6 +44,7 @@ class Answer:
     num_prompt: int = 0
     num_cached: int = 0
     ended: float = 0.0
+    replica: str | None = None
 
     @property
     def first_s(self) -> float:
@@ -57,7 +60,7 @@ def question(text: str) -> list[dict[str, str]]:
 
 
 class Client:
-    """Asks one server. `lines` collects the table's rows."""
+    """Asks one server."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
@@ -72,6 +75,7 @@ class Client:
         async with self._http.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
                 raise HeadraceError(f"status {response.status_code}: {(await response.aread())[:300]!r}")
+            answer.replica = response.headers.get("x-headrace-replica")
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     take(answer, json.loads(line.removeprefix("data: ")))
@@ -220,6 +224,25 @@ async def equality(client: Client) -> None:
     row("the same greedy answers alone and together", f"{num_equal} of {_NUM_EQUAL}")
 
 
+async def sessions(client: Client) -> None:
+    """Conversations of several turns, all at once."""
+
+    async def session(number: int) -> list[Answer]:
+        conversation = Conversation(client, 2_000, f"session {number}")
+        return [await conversation.turn(32) for _ in range(_NUM_TURNS)]
+
+    found = await asyncio.gather(*(session(number) for number in range(_NUM_SESSIONS)))
+    num_kept = sum(len({answer.replica for answer in answers}) == 1 for answers in found)
+    replicas = {answer.replica for answers in found for answer in answers}
+    row(
+        f"conversations of {_NUM_TURNS} turns that stay on one of {len(replicas)} replicas",
+        f"{num_kept} of {len(found)}",
+    )
+    pairs = [pair for answers in found for pair in zip(answers, answers[1:], strict=False)]
+    reused = [after.num_cached / before.num_prompt for before, after in pairs]
+    row("of a former turn's prompt, reused", spread(reused, ".1%"))
+
+
 def row(label: str, value: str) -> None:
     print(f"| {label} | {value} |", flush=True)
 
@@ -231,10 +254,11 @@ async def measure(url: str, given: argparse.Namespace) -> None:
         await client.warmed_up()
         for part in given.parts:
             if part == "bursts":
-                for count in (1, 8, 32, 64):
+                for count in given.at_once or (1, 8, 32, 64):
                     await burst(client, count, 20, 256, given.repeats)
             elif part == "long-prompts":
-                await burst(client, 32, _LONG_PROMPT_WORDS, 128, given.repeats)
+                for count in given.at_once or (32,):
+                    await burst(client, count, _LONG_PROMPT_WORDS, 128, given.repeats)
             elif part == "arrivals":
                 await arrivals(client, 8, given.seconds, 64, given.repeats)
                 await arrivals(client, 30, given.seconds, 64, given.repeats)
@@ -242,12 +266,14 @@ async def measure(url: str, given: argparse.Namespace) -> None:
                 await turns(client, given.turn_words, 8)
                 for num_tokens in (2, 64):
                     await beside(client, given.turn_words, 25, num_tokens)
+            elif part == "sessions":
+                await sessions(client)
             else:
                 await equality(client)
         row("compiled variants built since ready", f"{await client.metric('headrace:step_forms_since_ready'):.0f}")
 
 
-_PARTS = ("bursts", "long-prompts", "arrivals", "turns", "equality")
+_PARTS = ("bursts", "long-prompts", "arrivals", "turns", "equality", "sessions")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -255,12 +281,14 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--at-once", type=int, nargs="+", metavar="N", help="requests of a burst (default: several)")
     parser.add_argument("--seconds", type=float, default=16.0, help="of arrivals (default: %(default)s)")
     parser.add_argument("--turn-words", type=int, default=40_000, help="of a long conversation (default: %(default)s)")
     given, options = parser.parse_known_args(argv)
     row("load", " ".join(options) or "default options")
     row("---", "---")
-    with serving(["serve", given.model, *options]) as url:
+    command = ["ray", "serve"] if "--replicas" in options else ["serve"]
+    with serving([*command, given.model, *options]) as url:
         asyncio.run(measure(url, given))
 
 

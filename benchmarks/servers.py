@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from headrace.config_loading import environment_for
 from headrace.errors import HeadraceError
@@ -18,7 +19,7 @@ _PATIENCE_S = 900
 
 
 @contextlib.contextmanager
-def serving(words: Sequence[str], variables: dict[str, str] | None = None) -> Iterator[str]:
+def serving(words: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
     """Yields the URL of `headrace WORDS` once it serves. Raises HeadraceError with its log if it does not start."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -26,7 +27,7 @@ def serving(words: Sequence[str], variables: dict[str, str] | None = None) -> It
     command = [sys.executable, "-m", "headrace", *words, "--port", str(port)]
     log = Path(tempfile.mkdtemp()) / "log"
     with log.open("wb") as out:
-        environment = environment_for(variables or {})
+        environment = environment_for(variables)
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
         until = time.monotonic() + _PATIENCE_S

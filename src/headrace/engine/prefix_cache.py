@@ -301,7 +301,8 @@ class PrefixCache:
                 snapshots[length] = state.snapshot()
         spans, prompt.snapshots, prompt.spans = prompt.spans, {}, []
         namespace, prompt_key = prompt.lookup.namespace, prompt.lookup.key
-        key = (*prompt_key, *token_ids[len(prompt_key) :])[:length]
+        # a whole slice of a tuple is the tuple itself
+        key = prompt_key[:length] if length <= len(prompt_key) else (*prompt_key, *token_ids[len(prompt_key) : length])
 
         def cut(start: int, end: int) -> SpanRecord:
             for span in spans:
