@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.backend.cuda import kernel
+from headrace.backend.cuda import kernel, put
 from headrace.backend.cuda.kernel import CudaKernel, Template
 
 COMPILER = shutil.which("g++")
@@ -59,6 +59,7 @@ def emulation(seed: int = 1) -> Iterator[None]:
         patch.setattr(mx.cuda, "is_available", lambda: True)
         patch.setattr(CudaKernel, "__call__", _run)
         patch.setattr(kernel, "largest_block", lambda: kernel.H100_BLOCK)
+        patch.setattr(put, "to_device", lambda numbers, dtype: mx.array(list(numbers), dtype))
         yield
     _SEED.reset(token)
 

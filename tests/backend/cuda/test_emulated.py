@@ -50,6 +50,12 @@ def test_parts_are_put(case: str) -> None:
 def test_parts_of_several_tables_are_put() -> None:
     with emulation():
         put_tests.test_parts_of_several_tables_are_written()
+        put_tests.test_spans_of_many_lengths_are_written_into_all_tables(7, mx.bfloat16)
+
+
+def test_parts_are_collected() -> None:
+    with emulation():
+        put_tests.test_the_same_part_of_several_arrays_is_copied((1, 2, 70, 64), 2, 64, 25, 19, mx.bfloat16)
 
 
 def test_splits_of_rows() -> None:
