@@ -51,17 +51,17 @@ def most_likely(logits: mx.array, otherwise: int) -> mx.array:
     return mx.where(is_fit, ids.astype(mx.int32), otherwise).squeeze(-1)
 
 
-def put(parts: Sequence[Part]) -> mx.array:
+def put(parts: Sequence[Part], numbers: Sequence[int]) -> mx.array:
     """Changes the tables' Python objects, so that every reference to them has the new numbers."""
     tables: list[mx.array] = []
-    for part in parts:
+    for part, number in zip(parts, numbers, strict=True):
         shape = list(part.tables[0].shape)
-        shape[part.axis] = part.number
+        shape[part.axis] = number
         values = part.values.reshape(len(part.tables), *shape)
         for table, own in zip(part.tables, values, strict=True):
             # what fills a table whole would become the table
             own = own * mx.array(1, own.dtype) if own.shape == table.shape else own
-            table[(slice(None),) * part.axis + (slice(part.at, part.at + part.number),)] = own
+            table[(slice(None),) * part.axis + (slice(part.at, part.at + number),)] = own
         tables += part.tables
     # computed after the writes, and no view that would keep a table's memory
     return mx.stack([table.reshape(-1)[0] != 0 for table in tables]).any().astype(mx.int32)

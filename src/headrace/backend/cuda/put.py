@@ -35,22 +35,22 @@ class Part(NamedTuple):
     at: int
     values: mx.array
 
-    @property
-    def number(self) -> int:
-        """`n`. Raises ValueError if the values do not fit."""
-        table, axis, values = self.tables[0], self.axis, self.values
-        behind = table.ndim - axis
-        if values.ndim >= behind:
-            number = values.shape[-behind]
-            before = len(self.tables) * prod(table.shape[:axis]), prod(values.shape[:-behind])
-            rests = table.shape[axis + 1 :], values.shape[values.ndim - behind + 1 :]
-            fits = before[0] == before[1] and rests[0] == rests[1] and table.dtype == values.dtype
-            if fits and 0 <= self.at <= table.shape[axis] - number:
-                return int(number)
-        raise ValueError(
-            f"{values.dtype} {values.shape} does not fit at {self.at} of axis {axis} into "
-            f"{len(self.tables)} of {table.dtype} {table.shape}"
-        )
+
+def _number(part: Part) -> int:
+    """Its `n`. Raises ValueError if the values do not fit."""
+    table, axis, values = part.tables[0], part.axis, part.values
+    behind = table.ndim - axis
+    if values.ndim >= behind:
+        number = values.shape[-behind]
+        before = len(part.tables) * prod(table.shape[:axis]), prod(values.shape[:-behind])
+        rests = table.shape[axis + 1 :], values.shape[values.ndim - behind + 1 :]
+        fits = before[0] == before[1] and rests[0] == rests[1] and table.dtype == values.dtype
+        if fits and 0 <= part.at <= table.shape[axis] - number:
+            return int(number)
+    raise ValueError(
+        f"{values.dtype} {values.shape} does not fit at {part.at} of axis {axis} into "
+        f"{len(part.tables)} of {table.dtype} {table.shape}"
+    )
 
 
 @cache
@@ -64,23 +64,23 @@ def _put_kernel(num_tables: int, num_parts: int) -> CudaKernel:
 
 
 @or_ops(ops.put)
-def _put(parts: Sequence[Part]) -> mx.array:
-    """Their tables have one shape and type, and their axis is the same."""
+def _put(parts: Sequence[Part], numbers: Sequence[int]) -> mx.array:
+    """Their tables have one shape and type, and their axis is the same. numbers: each part's `n`."""
     table, axis = parts[0].tables[0], parts[0].axis
     outer, inner = prod(table.shape[:axis]), prod(table.shape[axis + 1 :])
     plan = [outer, table.shape[axis], inner]
     tables: list[mx.array] = []
     starts: dict[int, int] = {}
-    for part in parts:
+    for part, number in zip(parts, numbers, strict=True):
         start = starts.setdefault(id(part.tables), len(tables))
         if start == len(tables):
             tables += part.tables
-        plan += [start, len(part.tables), part.at, part.number]
+        plan += [start, len(part.tables), part.at, number]
     values, most_tables = [part.values for part in parts], max(len(part.tables) for part in parts)
     # a kernel is built for a number of arrays: one for conversations of any number of spans
     values += values[-1:] * (0 if most_tables == 1 else _MOST_ARRAYS - len(parts))
     num_runs = min(_MOST_BLOCKS, most_tables * outer)
-    num_bytes = max(part.number for part in parts) * inner * table.itemsize
+    num_bytes = max(numbers) * inner * table.itemsize
     (done,) = _put_kernel(len(tables), len(values))(
         [to_device(plan, mx.int32), *tables, *values],
         {"T": table.dtype},
@@ -97,25 +97,26 @@ def put(parts: Sequence[Part]) -> list[mx.array]:
     The results, whose numbers mean nothing, have to be evaluated for the writing to happen, and before whatever reads
     the tables there. Raises ValueError for a part that does not fit.
     """
-    groups: dict[Hashable, list[Part]] = {}
+    groups: dict[Hashable, list[tuple[Part, int]]] = {}
     for part in parts:
-        if number := part.number:
+        if number := _number(part):
             table = part.tables[0]
             # each part of a launch has as many blocks as the largest
-            groups.setdefault((table.shape, table.dtype, part.axis, number.bit_length() // 4), []).append(part)
-    return [_put(some) for group in groups.values() for some in _launches(group)]
+            alike = table.shape, table.dtype, part.axis, number.bit_length() // 4
+            groups.setdefault(alike, []).append((part, number))
+    return [_put(*zip(*some, strict=True)) for group in groups.values() for some in _launches(group)]
 
 
-def _launches(parts: Sequence[Part]) -> Iterator[list[Part]]:
+def _launches(parts: Sequence[tuple[Part, int]]) -> Iterator[list[tuple[Part, int]]]:
     """The parts in groups that one launch can have."""
-    some: list[Part] = []
+    some: list[tuple[Part, int]] = []
     seen: dict[int, int] = {}
-    for part in parts:
+    for part, number in parts:
         seen[id(part.tables)] = len(part.tables)
         if some and (len(some) == _MOST_ARRAYS or sum(seen.values()) > _MOST_ARRAYS):
             yield some
             some, seen = [], {id(part.tables): len(part.tables)}
-        some.append(part)
+        some.append((part, number))
     if some:
         yield some
 
