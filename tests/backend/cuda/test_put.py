@@ -68,6 +68,23 @@ def test_parts_of_several_tables_are_written() -> None:
         assert np.array_equal(double(table), of_table)
 
 
+def test_spans_of_many_layers_are_written_together() -> None:
+    """Llama 70B has 80, each with keys and values."""
+    keys, values = ([mx.zeros((1, 1, 200, 8), mx.float16) for _ in range(80)] for _ in range(2))
+    spans = mx.arange(60, dtype=mx.float16)
+    parts = [
+        Part(tables, 2, 3 * at, mx.full((80, 1, 3, 8), spans[at])) for at in range(60) for tables in (keys, values)
+    ]
+    mx.eval(keys, values, [part.values for part in parts])
+    launches = put(parts)
+    mx.eval(launches)
+    assert len(launches) == 2
+    wanted = np.zeros((200, 8))
+    wanted[:180] = np.repeat(np.arange(60), 3)[:, None]
+    for table in (*keys, *values):
+        assert np.array_equal(double(table)[0, 0], wanted)
+
+
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("width", [64, 7])
 def test_spans_of_many_lengths_are_written_into_all_tables(width: int, dtype: mx.Dtype) -> None:

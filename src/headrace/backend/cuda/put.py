@@ -20,8 +20,9 @@ _MOST_BLOCKS = 1024
 """Along an axis of the grid."""
 _MOST_PART_BLOCKS = 4096
 
-_MOST_ARRAYS = 64
-"""Tables of one launch, and parts: its parameters are limited to 4 KB."""
+_MOST_PARTS = 64
+_MOST_TABLES = 256
+"""Of one launch, whose parameters are limited to 4 KB."""
 
 
 class Part(NamedTuple):
@@ -78,7 +79,7 @@ def _put(parts: Sequence[Part], numbers: Sequence[int]) -> mx.array:
         plan += [start, len(part.tables), part.at, number]
     values, most_tables = [part.values for part in parts], max(len(part.tables) for part in parts)
     # a kernel is built for a number of arrays: one for conversations of any number of spans
-    values += values[-1:] * (0 if most_tables == 1 else _MOST_ARRAYS - len(parts))
+    values += values[-1:] * (0 if most_tables == 1 else _MOST_PARTS - len(parts))
     num_runs = min(_MOST_BLOCKS, most_tables * outer)
     num_bytes = max(numbers) * inner * table.itemsize
     (done,) = _put_kernel(len(tables), len(values))(
@@ -113,7 +114,7 @@ def _launches(parts: Sequence[tuple[Part, int]]) -> Iterator[list[tuple[Part, in
     seen: dict[int, int] = {}
     for part, number in parts:
         seen[id(part.tables)] = len(part.tables)
-        if some and (len(some) == _MOST_ARRAYS or sum(seen.values()) > _MOST_ARRAYS):
+        if some and (len(some) == _MOST_PARTS or sum(seen.values()) > _MOST_TABLES):
             yield some
             some, seen = [], {id(part.tables): len(part.tables)}
         some.append((part, number))
