@@ -133,7 +133,7 @@ class World:
 
     def num_kept(self) -> int:
         """Tokens in the cache once the row is free."""
-        self.runner.free(self.scheduler.released())
+        self.runner.free(self.scheduler.take_released())
         self.scheduler.end_stages()
         return self.pool.status().num_tokens
 

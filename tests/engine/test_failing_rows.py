@@ -122,7 +122,7 @@ class World:
             scores = [one.logprob for one in output.logprobs]
             self.answers[output.request_id] += zip(output.token_ids, scores, strict=True)
         self.failures |= outcome.errors
-        self.runner.free(self.scheduler.released())
+        self.runner.free(self.scheduler.take_released())
 
     def run(self, is_enough: Callable[[], bool] = lambda: False) -> None:
         for _ in range(400):

@@ -72,15 +72,15 @@ def test_each_choice_finishes_on_its_own_and_the_request_with_the_last() -> None
             TokenOutput("a", (9,), choice=2),
         )
     )
-    assert (scheduler.num_running, scheduler.released()) == (2, ("a/0",))
+    assert (scheduler.num_running, scheduler.take_released()) == (2, ("a/0",))
     assert lengths(scheduler.schedule()) == {"a/1": 1, "a/2": 1}
     outcome = scheduler.update(StepResult((ChunkResult("a/1", 1, (8,)), ChunkResult("a/2", 1, (5,)))), 0.0, 0.0)
     ended = TokenOutput("a", (), FinishReason.STOP, choice=2, stop_token_id=5)
     assert outcome == StepOutcome((TokenOutput("a", (8,), choice=1), ended))
-    assert scheduler.released() == ("a/2",)
+    assert scheduler.take_released() == ("a/2",)
     outcome = scheduler.update(answer(scheduler.schedule(), 8), 0.0, 0.0)
     assert outcome == StepOutcome((TokenOutput("a", (8,), FinishReason.LENGTH, choice=1),), finished=("a",))
-    assert (scheduler.num_running, scheduler.released(), scheduler.abort("a")) == (0, ("a/1",), False)
+    assert (scheduler.num_running, scheduler.take_released(), scheduler.abort("a")) == (0, ("a/1",), False)
 
 
 def test_rows_of_ended_choices_go_to_others() -> None:
@@ -113,7 +113,7 @@ def test_an_abort_ends_every_choice(when: str) -> None:
     if when in ("planned", "in flight"):
         assert scheduler.update(answer(plan), 0.0, 0.0) == StepOutcome()
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.reserved_bytes) == (0, 0, 0)
-    assert scheduler.released() == rows
+    assert scheduler.take_released() == rows
     assert not scheduler.schedule().chunks
 
 
@@ -130,7 +130,7 @@ def test_the_failure_of_one_choice_is_the_requests_only_outcome(failing: tuple[s
     kept = tuple(each for each in whole.results if each.sequence_id not in failing)
     outcome = scheduler.update(StepResult(kept, errors), 0.0, 0.0)
     assert outcome == StepOutcome(errors={"a": errors[0].error})
-    assert scheduler.released() == ("a/0", "a/1", "a/2")
+    assert scheduler.take_released() == ("a/0", "a/1", "a/2")
     assert (scheduler.num_running, scheduler.reserved_bytes) == (0, 0)
 
 

@@ -27,7 +27,7 @@ class Server:
         self.outputs[asked.request_id] = {choice: [] for choice in range(asked.num_choices)}
 
     def step(self) -> StepPlan:
-        for sequence_id in self.scheduler.released():
+        for sequence_id in self.scheduler.take_released():
             self.runner.release(sequence_id)
         plan = self.scheduler.schedule()
         for output in self.scheduler.update(self.runner.execute(plan), 0.0, 0.0).outputs:
@@ -157,7 +157,7 @@ def test_one_that_is_given_up_while_it_is_preempted_is_released_and_forgotten() 
     server.add(request("high", 10, 50))
     server.step()
     assert server.scheduler.abort("low")
-    assert server.scheduler.released() == ("low",)
+    assert server.scheduler.take_released() == ("low",)
     assert server.scheduler.num_waiting == 0
     while server.phases():
         server.step()

@@ -53,8 +53,8 @@ def test_a_request_goes_from_prompt_to_last_token() -> None:
         outputs=(TokenOutput("a", (8,), FinishReason.LENGTH),), finished=("a",)
     )
     assert scheduler.num_running == 0
-    assert scheduler.released() == ("a",)
-    assert scheduler.released() == ()
+    assert scheduler.take_released() == ("a",)
+    assert scheduler.take_released() == ()
 
 
 def test_a_long_prompt_is_split_on_the_grid_and_samples_only_at_its_end() -> None:
@@ -241,7 +241,7 @@ def test_a_waiting_request_can_be_aborted_and_leaves_no_rows_behind() -> None:
     scheduler.add(request("b", 2), 0.0)
     take(scheduler, answer(scheduler.schedule()))
     assert scheduler.abort("b")
-    assert (scheduler.num_waiting, scheduler.released()) == (0, ())
+    assert (scheduler.num_waiting, scheduler.take_released()) == (0, ())
 
 
 def test_a_running_request_can_be_aborted_between_steps() -> None:
@@ -249,7 +249,7 @@ def test_a_running_request_can_be_aborted_between_steps() -> None:
     scheduler.add(request("a", 2), 0.0)
     take(scheduler, answer(scheduler.schedule()))
     assert scheduler.abort("a")
-    assert (scheduler.num_running, scheduler.released()) == (0, ("a",))
+    assert (scheduler.num_running, scheduler.take_released()) == (0, ("a",))
     assert scheduler.schedule() == StepPlan(())
 
 
@@ -260,12 +260,12 @@ def test_an_abort_in_flight_takes_effect_when_the_result_arrives(fails: bool) ->
     plan = scheduler.schedule()
     assert scheduler.abort("a")
     assert not scheduler.abort("a")
-    assert (scheduler.num_running, scheduler.released()) == (1, ())
+    assert (scheduler.num_running, scheduler.take_released()) == (1, ())
     with pytest.raises(InvalidRequest, match="already in use"):
         scheduler.add(request("a", 2), 0.0)
     result = StepResult((), (ChunkFailure("a", ValueError("late")),)) if fails else answer(plan)
     assert take(scheduler, result) == StepOutcome()
-    assert (scheduler.num_running, scheduler.released()) == (0, ("a",))
+    assert (scheduler.num_running, scheduler.take_released()) == (0, ("a",))
     scheduler.add(request("a", 2), 0.0)
 
 
@@ -285,7 +285,7 @@ def test_a_failing_row_fails_alone() -> None:
     error = ValueError("its own work")
     outcome = take(scheduler, StepResult((ChunkResult("good", 2, (7,)),), (ChunkFailure("bad", error),)))
     assert outcome == StepOutcome((TokenOutput("good", (7,)),), {"bad": error})
-    assert scheduler.released() == ("bad",)
+    assert scheduler.take_released() == ("bad",)
     assert lengths(scheduler.schedule()) == {"good": 1}
 
 

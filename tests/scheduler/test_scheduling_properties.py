@@ -144,7 +144,7 @@ class Run:
         self.ended |= {client.id for client in due if self.scheduler.abort(client.id)}
 
     def _release(self) -> None:
-        for sequence_id in self.scheduler.released():
+        for sequence_id in self.scheduler.take_released():
             self.runner.release(sequence_id)
 
     def _check_plan(self, plan: StepPlan) -> None:

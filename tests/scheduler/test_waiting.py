@@ -187,7 +187,7 @@ def by_all(queue: Queue, lives: list[LiveRequest], held_back: set[str]) -> LiveR
     arrival = {(live.request.priority, live.request.session): number for number, live in reversed([*enumerate(lives)])}
 
     def rank(live: LiveRequest) -> tuple[object, int]:
-        return queue.waiting.turn(live.request), arrival[live.request.priority, live.request.session]
+        return queue.waiting.rank(live.request), arrival[live.request.priority, live.request.session]
 
     return min((live for live in lives if live.id not in held_back), key=rank, default=None)
 

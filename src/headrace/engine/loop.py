@@ -189,9 +189,9 @@ class Loop:
 
     def _free(self) -> None:
         """Free the rows of ended sequences. Their entries in the prefix cache may take the memory that states leave."""
-        self._runner.free(self._scheduler.released())
+        self._runner.free(self._scheduler.take_released())
         if num_freed := self._adapters.free_dropped():
-            self._scheduler.give_bytes(num_freed)
+            self._scheduler.return_bytes(num_freed)
         self._scheduler.end_stages()
         self._disk.advance()
         usage = self._memory_usage

@@ -239,7 +239,7 @@ class _SyntheticRequests:
 
     def _step(self) -> int:
         """Gives how many tokens of prompts were computed."""
-        self._runner.free(self._scheduler.released())
+        self._runner.free(self._scheduler.take_released())
         self._scheduler.end_stages()
         before = time.monotonic()
         plan = self._scheduler.schedule(None if self._scheduler.spare_s is None else math.inf)

@@ -80,10 +80,10 @@ class Admission:
         """Tokens that fit the memory in sequences of the longest context."""
         return self._memory.budget_bytes * self._max_model_len // max(1, self._memory.cost(self._max_model_len))
 
-    def take(self, num_bytes: int, requests: Iterable[GenerationRequest]) -> bool:
+    def take_bytes(self, num_bytes: int, requests: Iterable[GenerationRequest]) -> bool:
         """Take bytes out of the budget, if sequences and these requests don't need them."""
         before, rest = self._memory.budget_bytes, self._memory.budget_bytes - num_bytes
-        if num_bytes > self._room(None) or self._memory.cost(self._max_model_len) > rest:
+        if num_bytes > self._safe_bytes(None) or self._memory.cost(self._max_model_len) > rest:
             return False
         self._memory.budget_bytes = rest
         try:
@@ -94,7 +94,7 @@ class Admission:
             return False
         return True
 
-    def give(self, num_bytes: int) -> None:
+    def return_bytes(self, num_bytes: int) -> None:
         self._memory.budget_bytes += num_bytes
 
     @property
@@ -161,7 +161,7 @@ class Admission:
         Returns those preempted; if all of them are not enough, changes nothing and returns what is lacking.
         """
         candidates = self._lower_ranked(live.request)
-        return self._preempt_for(candidates, len(live.sequences), partial(self._take, live))
+        return self._preempt_for(candidates, len(live.sequences), partial(self._reserve_first, live))
 
     def withdraw(self, live: LiveRequest, preempted: Iterable[Preempted]) -> None:
         """Undo `admit`, if nothing else has been reserved since."""
@@ -172,7 +172,7 @@ class Admission:
     def resume(self, sequence: Sequence) -> tuple[Preempted, ...] | WaitReason:
         """Reserve a row and bytes that last for a while for a preempted sequence. The rest as for `admit`."""
         candidates = self._lower_ranked(sequence.request)
-        return self._preempt_for(candidates, 1, partial(self._extend, sequence, _ample(sequence)))
+        return self._preempt_for(candidates, 1, partial(self._extend, sequence, _ample_tokens(sequence)))
 
     def grow(self, sequence: Sequence) -> tuple[Preempted, ...]:
         """Make sure that a running sequence has bytes for all its known tokens, if need be by preempting younger ones.
@@ -181,7 +181,7 @@ class Admission:
         """
         if len(sequence.token_ids) <= sequence.reservation.num_tokens:
             return ()
-        preempted = self._preempt_for(self._younger_ones(sequence), 0, partial(self._extend_some, sequence))
+        preempted = self._preempt_for(self._younger_ones(sequence), 0, partial(self._extend_for_known, sequence))
         return (self.preempt(sequence),) if isinstance(preempted, WaitReason) else preempted
 
     def preempt(self, sequence: Sequence) -> Preempted:
@@ -191,11 +191,11 @@ class Admission:
         """
         before = sequence.reservation
         num_bytes = min(self._memory.checkpoint_bytes(sequence.num_computed), before.num_bytes)
-        self._set(sequence, replace(before, num_tokens=0, num_bytes=num_bytes))
+        self._set_reservation(sequence, replace(before, num_tokens=0, num_bytes=num_bytes))
         return Preempted(sequence, before)
 
     def release(self, sequence: Sequence) -> None:
-        self._set(sequence, Reservation())
+        self._set_reservation(sequence, Reservation())
         del self.started[sequence.id]
 
     def _preempt_for(
@@ -215,37 +215,37 @@ class Admission:
 
     def _undo(self, preempted: Iterable[Preempted]) -> None:
         for each in preempted:
-            self._set(each.sequence, each.reservation)
+            self._set_reservation(each.sequence, each.reservation)
 
-    def _take(self, live: LiveRequest) -> bool:
+    def _reserve_first(self, live: LiveRequest) -> bool:
         """Reserve the first tokens of a new request's sequences. Returns False and reserves nothing if it is unsafe."""
         num_tokens, most_tokens = _first_tokens(live.request), _most_tokens(live.request)
         num_bytes = self._memory.cost(num_tokens)
-        if len(live.sequences) * num_bytes > self._room(None):
+        if len(live.sequences) * num_bytes > self._safe_bytes(None):
             return False
         for sequence in live.sequences:
             self.started[sequence.id] = sequence
-            self._set(sequence, Reservation(num_tokens, num_bytes, self._memory.cost(most_tokens)))
+            self._set_reservation(sequence, Reservation(num_tokens, num_bytes, self._memory.cost(most_tokens)))
         return True
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Let a sequence grow to `num_tokens`. Returns False and changes nothing if that is unsafe."""
         num_bytes = self._memory.cost(num_tokens)
         added = num_bytes - sequence.reservation.num_bytes
-        if added > 0 and added > self._room(sequence):
+        if added > 0 and added > self._safe_bytes(sequence):
             return False
-        self._set(sequence, replace(sequence.reservation, num_tokens=num_tokens, num_bytes=num_bytes))
+        self._set_reservation(sequence, replace(sequence.reservation, num_tokens=num_tokens, num_bytes=num_bytes))
         return True
 
-    def _extend_some(self, sequence: Sequence) -> bool:
-        return self._extend(sequence, _ample(sequence)) or self._extend(sequence, len(sequence.token_ids))
+    def _extend_for_known(self, sequence: Sequence) -> bool:
+        return self._extend(sequence, _ample_tokens(sequence)) or self._extend(sequence, len(sequence.token_ids))
 
-    def _set(self, sequence: Sequence, reservation: Reservation) -> None:
+    def _set_reservation(self, sequence: Sequence, reservation: Reservation) -> None:
         before, sequence.reservation = sequence.reservation, reservation
         self.reserved_bytes += reservation.num_bytes - before.num_bytes
         self._num_rows += (reservation.num_tokens > 0) - (before.num_tokens > 0)
 
-    def _room(self, sequence: Sequence | None) -> int:
+    def _safe_bytes(self, sequence: Sequence | None) -> int:
         """Bytes that can be reserved for a sequence, or a new one, without taking what older ones need."""
         room = free = self._memory.budget_bytes - self.reserved_bytes
         released = 0
@@ -264,17 +264,17 @@ class Admission:
         """
 
         def is_lower_ranked(sequence: Sequence) -> bool:
-            if not _is_running_decode(sequence) or sequence.num_output - sequence.num_output_before < SLICE_TOKENS:
+            if not _is_running_decode(sequence) or sequence.num_output - sequence.num_output_at_resume < SLICE_TOKENS:
                 return False
             other = sequence.request
             if other.priority != request.priority:
                 return other.priority > request.priority
             return self._shares.lead(other.session, request.session) >= LEAD_TOKENS
 
-        def claim(sequence: Sequence) -> tuple[int, tuple[float, int]]:
+        def rank(sequence: Sequence) -> tuple[int, tuple[float, int]]:
             return sequence.request.priority, self._shares.rank(sequence.request.session)
 
-        return sorted(filter(is_lower_ranked, reversed(self.started.values())), key=claim, reverse=True)
+        return sorted(filter(is_lower_ranked, reversed(self.started.values())), key=rank, reverse=True)
 
     def _younger_ones(self, sequence: Sequence) -> list[Sequence]:
         """Sequences to preempt for another token of `sequence`, youngest first; never one that ranks before it."""
@@ -299,7 +299,7 @@ def _most_tokens(request: GenerationRequest) -> int:
     return len(request.prompt) + request.max_tokens
 
 
-def _ample(sequence: Sequence) -> int:
+def _ample_tokens(sequence: Sequence) -> int:
     return min(len(sequence.token_ids) + RESERVED_OUTPUT_TOKENS, _most_tokens(sequence.request))
 
 

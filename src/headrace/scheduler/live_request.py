@@ -46,10 +46,10 @@ class Sequence:
     virtual_time: prompt tokens served, counted from the prefill's clock at admission; the least goes first.
     is_passed_over: the last step's remaining budget was too small for this prompt.
     is_preempted: the runner keeps only a checkpoint of its state.
-    lacks_bytes: it was preempted for lack of bytes, not for another's turn.
-    num_output_before: its output when it last started or resumed.
+    lacks_memory: it was preempted for lack of bytes, not for another's turn.
+    num_output_at_resume: its output when it last started or resumed.
     has_state: the runner has been given a chunk, so it holds state to free.
-    num_ready: drafts that the runner holds for the next chunk.
+    num_drafts: drafts that the runner holds for the next chunk.
     stop_token_id: the stop token that ended the output; not in token_ids.
     """
 
@@ -64,24 +64,24 @@ class Sequence:
     is_passed_over: bool = False
     reservation: Reservation = Reservation()
     is_preempted: bool = False
-    lacks_bytes: bool = False
-    num_output_before: int = 0
+    lacks_memory: bool = False
+    num_output_at_resume: int = 0
     has_state: bool = False
-    num_ready: int = 0
+    num_drafts: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        self.begin_with(self.request)
+        self.restart_with(self.request)
         self.num_computed = self.num_cached
         self.awaits_fork = self.choice > 0
 
-    def begin_with(self, request: GenerationRequest) -> None:
+    def restart_with(self, request: GenerationRequest) -> None:
         """Start over with a changed request; nothing of its prompt may be computed yet."""
         self.request = request
         self.token_ids = list(request.prompt)
 
-    def skip(self, num_tokens: int) -> None:
+    def skip_cached(self, num_tokens: int) -> None:
         """Start after `num_tokens` of the prompt, whose state is in the prefix cache."""
         self.num_cached = self.num_computed = num_tokens
 
@@ -91,32 +91,32 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt)
 
     @property
-    def num_wanted(self) -> int:
+    def num_uncomputed(self) -> int:
         """Known tokens that are not computed yet."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
         """Whether only the newest sampled token is left to compute."""
-        return self.num_output > 0 and self.num_wanted == 1
+        return self.num_output > 0 and self.num_uncomputed == 1
 
-    def preempt(self, *, lacks_bytes: bool) -> None:
-        self.is_preempted, self.lacks_bytes = True, lacks_bytes
+    def preempt(self, *, lacks_memory: bool) -> None:
+        self.is_preempted, self.lacks_memory = True, lacks_memory
 
     def resume(self) -> None:
-        self.is_preempted = self.lacks_bytes = False
-        self.num_output_before = self.num_output
+        self.is_preempted = self.lacks_memory = False
+        self.num_output_at_resume = self.num_output
 
     def next_chunk(self, num_tokens: int) -> Chunk:
-        """The next `num_tokens` tokens to compute, at most `num_wanted`, with drafts after the last known one.
+        """The next `num_tokens` tokens to compute, at most `num_uncomputed`, with drafts after the last known one.
 
         No draft for output beyond max_tokens.
         """
         stop = self.num_computed + num_tokens
         ends_prompt = stop == len(self.request.prompt)
         num_drafts = 0
-        if self.num_ready and self.is_decoding:
-            num_drafts = min(self.num_ready, self.request.max_tokens - self.num_output - 1)
+        if self.num_drafts and self.is_decoding:
+            num_drafts = min(self.num_drafts, self.request.max_tokens - self.num_output - 1)
         return Chunk(
             sequence_id=self.id,
             request_id=self.request.request_id,
@@ -135,7 +135,7 @@ class Sequence:
         The first stop token ends the output and is left out, see `stop_token_id`. Reaching max_tokens ends it too, with
         the last token included. With max_tokens 0 nothing is output. Tokens beyond the end are dropped.
         """
-        self.num_ready = 0
+        self.num_drafts = 0
         if self.awaits_fork:
             self.awaits_fork = False
             self.num_computed = len(self.request.prompt)
@@ -189,13 +189,13 @@ class LiveRequest:
         ids = sequence_ids(self.request)
         self.sequences = tuple(Sequence(self.request, id, choice) for choice, id in enumerate(ids))
 
-    def select(self, num_cached: int, kept: tuple[int, ...]) -> None:
+    def select_tokens(self, num_cached: int, kept: tuple[int, ...]) -> None:
         """Before the start: keep only the first `num_cached` tokens of the prompt and those at the positions `kept`."""
         whole, positions = self.request.prompt, (*range(num_cached), *kept)
         prompt = tuple(whole[position] for position in positions)
         self.request = replace(self.request, prompt=prompt, selected=SelectedTokens(whole, positions))
         for sequence in self.sequences:
-            sequence.begin_with(self.request)
+            sequence.restart_with(self.request)
 
     @property
     def id(self) -> str:

@@ -36,27 +36,27 @@ class PrefillTurns:
 
         Larger only if a single chunk cannot be split.
         """
-        turns = sorted(prompts, key=_turn)
+        ordered = sorted(prompts, key=_rank)
         chunks: list[Chunk] = []
         left = budget
-        for sequence in turns:
+        for sequence in ordered:
             num_tokens = _chunk_length(sequence, left, may_leave_grid=not chunks)
             sequence.is_passed_over = num_tokens == 0 and left > 0
             if num_tokens > 0:
                 chunks.append(sequence.next_chunk(num_tokens))
                 sequence.virtual_time += num_tokens
                 left -= num_tokens
-        if turns:
-            self._clock += (budget - left) / len(turns)
+        if ordered:
+            self._clock += (budget - left) / len(ordered)
         return chunks
 
 
-def first_in_turn(prompts: Iterable[Sequence]) -> Sequence:
-    return min(prompts, key=_turn)
+def next_prompt(prompts: Iterable[Sequence]) -> Sequence:
+    return min(prompts, key=_rank)
 
 
-def _turn(sequence: Sequence) -> tuple[bool, float, int]:
-    return not sequence.is_passed_over, sequence.virtual_time, sequence.num_wanted
+def _rank(sequence: Sequence) -> tuple[bool, float, int]:
+    return not sequence.is_passed_over, sequence.virtual_time, sequence.num_uncomputed
 
 
 def _chunk_length(sequence: Sequence, budget: int, *, may_leave_grid: bool) -> int:
@@ -66,18 +66,18 @@ def _chunk_length(sequence: Sequence, budget: int, *, may_leave_grid: bool) -> i
     Only the first prompt of a step may leave the grid, so that every step makes progress. Bidirectional spans are never
     split, even if they exceed the budget.
     """
-    if sequence.num_wanted <= budget:
-        return sequence.num_wanted
+    if sequence.num_uncomputed <= budget:
+        return sequence.num_uncomputed
     stop = sequence.num_computed + budget
     num_beyond = stop % PREFILL_GRID
     if not may_leave_grid or 8 * num_beyond <= budget:
         stop -= num_beyond
     if stop <= sequence.num_computed:
         return 0
-    return _outside_of_runs(sequence, stop, budget, may_exceed=may_leave_grid) - sequence.num_computed
+    return _outside_of_spans(sequence, stop, budget, may_exceed=may_leave_grid) - sequence.num_computed
 
 
-def _outside_of_runs(sequence: Sequence, stop: int, budget: int, *, may_exceed: bool) -> int:
+def _outside_of_spans(sequence: Sequence, stop: int, budget: int, *, may_exceed: bool) -> int:
     """`stop`, moved out of a bidirectional span: to its end if the budget allows, else to its start.
 
     A span larger than the budget is computed at once if it is first and no other prompt was served in this step.
@@ -85,11 +85,11 @@ def _outside_of_runs(sequence: Sequence, stop: int, budget: int, *, may_exceed: 
     media = sequence.request.media
     if media is None or media.bidirectional is Bidirectional.NOWHERE:
         return stop
-    run = next((each for each in media.inputs if each.start < stop < each.end), None)
-    if run is None:
+    span = next((each for each in media.inputs if each.start < stop < each.end), None)
+    if span is None:
         return stop
-    if run.end <= sequence.num_computed + budget:
-        return run.end
-    if run.start > sequence.num_computed:
-        return run.start
-    return run.end if may_exceed else sequence.num_computed
+    if span.end <= sequence.num_computed + budget:
+        return span.end
+    if span.start > sequence.num_computed:
+        return span.start
+    return span.end if may_exceed else sequence.num_computed

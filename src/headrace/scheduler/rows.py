@@ -9,7 +9,7 @@ from headrace.scheduler.stages import PromptStages
 from headrace.scheduler.waiting import WaitingQueue
 from headrace.types.status import WaitReason
 
-ROOM = {WaitReason.ROWS, WaitReason.MEMORY}
+CAPACITY_REASONS = {WaitReason.ROWS, WaitReason.MEMORY}
 """What a request waits for without letting others overtake it."""
 
 MAX_HELD_BACK = 64
@@ -77,7 +77,7 @@ class Rows:
         if known is not None:
             return known
         if preempted is not None:
-            return WaitReason.MEMORY if preempted.lacks_bytes else WaitReason.TURN
+            return WaitReason.MEMORY if preempted.lacks_memory else WaitReason.TURN
         if (waits_for := self._stages.waits_for(live.id)) is not None:
             return waits_for
         if not self._admission.has_rows(len(live.sequences)):
@@ -93,7 +93,7 @@ class Rows:
         """Before a step: reserve the next token of each decoding sequence, and fill free rows. No step may be in
         flight."""
         self._reserve_next_tokens()
-        self._resume_lacking_bytes()
+        self._resume_lacking_memory()
         self.start_requests()
 
     def _reserve_next_tokens(self) -> None:
@@ -102,11 +102,11 @@ class Rows:
             if sequence.is_preempted or not sequence.is_decoding:
                 continue
             if preempted := self._admission.grow(sequence):
-                self._preempt(preempted, lacks_bytes=True)
+                self._preempt(preempted, lacks_memory=True)
 
-    def _resume_lacking_bytes(self) -> None:
+    def _resume_lacking_memory(self) -> None:
         for sequence in self._started.values():
-            if sequence.lacks_bytes and sequence.id not in self._preempted:
+            if sequence.lacks_memory and sequence.id not in self._preempted:
                 self._resume(sequence)
 
     def start_requests(self) -> None:
@@ -115,15 +115,15 @@ class Rows:
         Preempted sequences may overtake requests that do not fit; otherwise the oldest could starve. No step may be in
         flight.
         """
-        short = [sequence.id for sequence in self._started.values() if sequence.lacks_bytes]
-        self._is_full = bool(short)
-        self._held_back = dict.fromkeys(short, WaitReason.MEMORY)
+        without_memory = [sequence.id for sequence in self._started.values() if sequence.lacks_memory]
+        self._is_full = bool(without_memory)
+        self._held_back = dict.fromkeys(without_memory, WaitReason.MEMORY)
         while True:
             has_row = self._admission.has_rows(1)
             live = None if self._is_full else self._waiting.next(self._held_back, has_row=has_row)
             preempted = self._next_preempted()
             if preempted is not None and (
-                live is None or self._waiting.goes_first(preempted.request, live.request, has_row=has_row)
+                live is None or self._waiting.resumes_first(preempted.request, live.request, has_row=has_row)
             ):
                 tried, lacking = preempted.id, self._resume(preempted)
             elif live is not None:
@@ -132,12 +132,12 @@ class Rows:
                 return
             if lacking is not None:
                 self._held_back[tried] = lacking
-                self._is_full |= lacking in ROOM or len(self._held_back) >= MAX_HELD_BACK
+                self._is_full |= lacking in CAPACITY_REASONS or len(self._held_back) >= MAX_HELD_BACK
 
     def _next_preempted(self) -> Sequence | None:
         passed = {*self._held_back, *self._preempted}
         preempted = [each for each in self._started.values() if each.is_preempted and each.id not in passed]
-        return min(preempted, key=lambda each: self._waiting.turn(each.request), default=None)
+        return min(preempted, key=lambda each: self._waiting.rank(each.request), default=None)
 
     def _resume(self, sequence: Sequence) -> WaitReason | None:
         """Resume a preempted sequence, if necessary by preempting others. Returns why it must wait, if so."""
@@ -145,7 +145,7 @@ class Rows:
         preempted = self._admission.resume(sequence)
         if isinstance(preempted, WaitReason):
             return preempted
-        self._preempt(preempted, lacks_bytes=False)
+        self._preempt(preempted, lacks_memory=False)
         sequence.resume()
         self._waiting.resume(sequence.request, has_row=has_row)
         return None
@@ -161,26 +161,26 @@ class Rows:
             # others may overtake it: what it waits for is already in progress
             self._admission.withdraw(live, preempted)
             return plan
-        self._preempt(preempted, lacks_bytes=False)
+        self._preempt(preempted, lacks_memory=False)
         if plan.kept is not None:
             self._select_tokens(live, plan.num_cached, plan.kept)
         self._waiting.start(live, has_row=has_row)
         live.is_started = True
         live.reuse, live.sparse = plan.reuse, plan.sparse
-        live.sequences[0].skip(plan.num_cached)
+        live.sequences[0].skip_cached(plan.num_cached)
         self._prefill.join(live.sequences[0])
         return None
 
     def _select_tokens(self, live: LiveRequest, num_cached: int, kept: tuple[int, ...]) -> None:
         self._admission.withdraw(live, ())
-        live.select(num_cached, kept)
+        live.select_tokens(num_cached, kept)
         if self._admission.admit(live) != ():
             raise RuntimeError(
                 f"{live.id}: there is no room for its selected tokens, though there was for the full prompt"
             )
 
-    def _preempt(self, preempted: tuple[Preempted, ...], *, lacks_bytes: bool) -> None:
+    def _preempt(self, preempted: tuple[Preempted, ...], *, lacks_memory: bool) -> None:
         for each in preempted:
-            each.sequence.preempt(lacks_bytes=lacks_bytes)
+            each.sequence.preempt(lacks_memory=lacks_memory)
             self._preempted.append(each.sequence.id)
         self.num_preemptions += len(preempted)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from headrace.errors import ConfigError, InvalidRequest, Overloaded
 from headrace.scheduler.admission import Admission, MemoryBudget, expected_output_tokens
 from headrace.scheduler.live_request import LiveRequest, Sequence
-from headrace.scheduler.prefill import PrefillTurns, first_in_turn
+from headrace.scheduler.prefill import PrefillTurns, next_prompt
 from headrace.scheduler.rows import Rows
 from headrace.scheduler.stages import PromptStages, Stage
 from headrace.scheduler.step_result import check_result
@@ -44,7 +44,7 @@ class Scheduler:
     sequence's, or when it is another session's turn (see Rows).
 
     Call `schedule`, then, unless the plan is empty, `update` with that plan's result; all other calls may come at any
-    time. The plan is empty only if there is nothing to do. The caller frees the rows named by `released` before it
+    time. The plan is empty only if there is nothing to do. The caller frees the rows named by `take_released` before it
     executes the next plan. All times are monotonic seconds of the caller's clock.
     """
 
@@ -106,10 +106,10 @@ class Scheduler:
 
     def take_bytes(self, num_bytes: int) -> bool:
         """Take bytes out of the memory for sequences. False if requests, or one of a whole context, need them."""
-        return self._admission.take(num_bytes, [live.request for live in self._live.values()])
+        return self._admission.take_bytes(num_bytes, [live.request for live in self._live.values()])
 
-    def give_bytes(self, num_bytes: int) -> None:
-        self._admission.give(num_bytes)
+    def return_bytes(self, num_bytes: int) -> None:
+        self._admission.return_bytes(num_bytes)
 
     @property
     def capacity_tokens(self) -> int:
@@ -240,18 +240,18 @@ class Scheduler:
                 if not live.has_ended:
                     continue
                 finished.append(live.id)
-                self._wait_times.ended(live, now)
+                self._wait_times.observe(live, now)
             self._end(live)
         of_others = {name: error for name, error in errors.items() if not stepped[name].is_aborted}
         return StepOutcome(tuple(outputs), of_others, tuple(finished))
 
-    def set_num_drafts(self, num_ready: Mapping[str, int]) -> None:
+    def set_num_drafts(self, num_drafts: Mapping[str, int]) -> None:
         """Set how many drafts the runner holds for the next chunk of each sequence, by id; ended ones are ignored."""
-        for sequence_id, number in num_ready.items():
+        for sequence_id, number in num_drafts.items():
             if (sequence := self._sequences.get(sequence_id)) is not None:
-                sequence.num_ready = number
+                sequence.num_drafts = number
 
-    def released(self) -> tuple[str, ...]:
+    def take_released(self) -> tuple[str, ...]:
         """Sequences that ended since the last call whose rows the runner still holds."""
         released = tuple(self._released)
         self._released.clear()
@@ -268,7 +268,7 @@ class Scheduler:
         prompts = [each for each in running if not each.is_decoding and not each.awaits_fork]
         if not prompts:
             return []
-        depth = first_in_turn(prompts).num_computed
+        depth = next_prompt(prompts).num_computed
         if prompts_s is None:
             has_media = any(each.request.media is not None for each in prompts)
             slowdown = MEDIA_SLOWDOWN if has_media else SLOWDOWN

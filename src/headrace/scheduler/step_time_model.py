@@ -24,9 +24,9 @@ the prompts of a burst of 64 requests had been computed one in a step beside the
 """
 
 MEDIA_SLOWDOWN = 1.75
-"""The same while one of the prompts has images or videos: streams wait for two steps at most.
+"""SLOWDOWN while one of the prompts has images or videos: streams wait for two steps at most.
 
-Its media were encoded before, in slices, and the remaining prompt is mostly short, so it loses little.
+The media were encoded before, in slices, and the remaining prompt is mostly short, so it loses little.
 """
 
 REMEASURE_EVERY = 16
@@ -48,13 +48,13 @@ class StepTimeModel:
     """
 
     def __init__(self) -> None:
-        self._plain_s = RecentTimes[int]()
+        self._decode_s = RecentTimes[int]()
         """By powers of two of the rows."""
         self._token_s = RecentTimes[int]()
         """By powers of two of the depth."""
         self._chunk_s = RecentTimes[None]()
-        self._last: _ChunkTime | None = None
-        self._largest = 0
+        self._last_chunk: _ChunkTime | None = None
+        self._largest_chunk = 0
         """Tokens of the largest chunk so far."""
         self._num_mixed = 0
         """Steps with prompts since the last one without."""
@@ -62,20 +62,20 @@ class StepTimeModel:
     def observe(self, num_rows: int, num_prompt_tokens: int, duration_s: float, depth: int = 0) -> None:
         """Record a step's duration. depth: mean depth of its prompt tokens."""
         if num_prompt_tokens == 0:
-            self._plain_s.add(num_rows.bit_length(), duration_s)
+            self._decode_s.add(num_rows.bit_length(), duration_s)
             self._num_mixed = 0
             return
         self._num_mixed += 1
         depth += _SHALLOW
         chunk = _ChunkTime(num_prompt_tokens, depth, max(0.0, duration_s - self.decode_step_s(num_rows)))
-        if self._last is not None and (fixed_s := chunk.fixed_s(self._last)) is not None:
+        if self._last_chunk is not None and (fixed_s := chunk.fixed_s(self._last_chunk)) is not None:
             self._chunk_s.add(None, fixed_s)
-        self._last, self._largest = chunk, max(self._largest, num_prompt_tokens)
+        self._last_chunk, self._largest_chunk = chunk, max(self._largest_chunk, num_prompt_tokens)
         self._token_s.add(depth.bit_length(), max(0.0, chunk.seconds - self.chunk_s) / num_prompt_tokens)
 
     def decode_step_s(self, num_rows: int) -> float:
         """Seconds of a step that only decodes `num_rows` rows; 0 if never measured."""
-        return median_low(_nearest(self._plain_s, num_rows))
+        return median_low(_nearest(self._decode_s, num_rows))
 
     @property
     def chunk_s(self) -> float:
@@ -88,9 +88,10 @@ class StepTimeModel:
 
     def spare_s(self, num_rows: int, slowdown: float = SLOWDOWN, num_prompts: int = 1) -> float:
         """Seconds that a step may spend on that many prompts beside `num_rows` decoding rows; 0 if unknown."""
-        if not self._plain_s.known():
+        if not self._decode_s.known():
             return 0.0
-        rising = _nearest(self._plain_s, num_rows)
+        rising = _nearest(self._decode_s, num_rows)
+        # the second slowest: the slowest may have been disturbed
         slow_s = rising[max(len(rising) - 2, (len(rising) - 1) // 2)]
         gap_s = STREAM_GAP_S * max(1.0, num_prompts / (2 * num_rows))
         return max(slowdown * slow_s, gap_s) - self.decode_step_s(num_rows)
@@ -98,17 +99,17 @@ class StepTimeModel:
     def prompt_budget(
         self, num_rows: int, chunk_tokens: int, slowdown: float = SLOWDOWN, depth: int = 0, num_prompts: int = 1
     ) -> int:
-        """Prompt tokens for a step beside `num_rows` decoding rows, at most `chunk_tokens`; 0 for a decode-only step.
+        """Prompt tokens for a step beside `num_rows` decoding rows; 0 for a decode-only step.
 
-        All of `chunk_tokens` if there are no such rows. num_prompts: that the tokens may come from.
+        At most `chunk_tokens`, and all of them if no rows decode. num_prompts: that the tokens may come from.
         """
         if num_rows == 0:
             return chunk_tokens
-        if not self._plain_s.known() or self._num_mixed >= REMEASURE_EVERY:
+        if not self._decode_s.known() or self._num_mixed >= REMEASURE_EVERY:
             return 0
         budget = self._tokens_within(self.spare_s(num_rows, slowdown, num_prompts), chunk_tokens, depth)
-        is_half = self._num_mixed % 2 if self._chunk_s.usual(None) is None else self._num_mixed == REMEASURE_EVERY - 1
-        return -(-budget // 2) if is_half else budget
+        is_halved = self._num_mixed % 2 if self._chunk_s.usual(None) is None else self._num_mixed == REMEASURE_EVERY - 1
+        return -(-budget // 2) if is_halved else budget
 
     def budget_within(self, limit_s: float, chunk_tokens: int, depth: int = 0) -> int:
         """Prompt tokens for a step that may spend `limit_s` on them; 0 if there is no time."""
@@ -120,11 +121,11 @@ class StepTimeModel:
         At most four times as many as in the largest chunk so far, because extrapolation is unsafe, and at least one
         grid block while the fixed cost is unknown.
         """
-        tokens_s, token_s = max(limit_s - self.chunk_s, self.chunk_s), self.prompt_token_s(depth)
-        affordable = chunk_tokens if token_s * chunk_tokens <= tokens_s else int(tokens_s / token_s)
+        limit_tokens_s, token_s = max(limit_s - self.chunk_s, self.chunk_s), self.prompt_token_s(depth)
+        affordable = chunk_tokens if token_s * chunk_tokens <= limit_tokens_s else int(limit_tokens_s / token_s)
         if self._chunk_s.usual(None) is None:
             affordable = max(affordable, PREFILL_GRID)
-        return min(chunk_tokens, max(PREFILL_GRID, 4 * self._largest), max(1, affordable))
+        return min(chunk_tokens, max(PREFILL_GRID, 4 * self._largest_chunk), max(1, affordable))
 
 
 @dataclass(frozen=True, slots=True)

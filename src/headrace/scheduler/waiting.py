@@ -19,7 +19,7 @@ So a request that finds m others in the queue is among the next OLDEST_EVERY * (
 _Class = tuple[int, str]
 """Priority and session: requests that are ranked alike, and start in the order of their arrival."""
 
-_Turn = tuple[int, tuple[float, int]]
+_Rank = tuple[int, tuple[float, int]]
 """Priority, and the session's rank. The lowest starts first."""
 
 
@@ -65,9 +65,9 @@ class FairShares:
         if self._num_active == 0:
             self._sessions.clear()
         else:
-            past = [each for each, it in self._sessions.items() if it.num_live == 0 and it.virtual_time <= self._clock]
-            for each in past:
-                del self._sessions[each]
+            for other, each in list(self._sessions.items()):
+                if each.num_live == 0 and each.virtual_time <= self._clock:
+                    del self._sessions[other]
 
     def take_turn(self, name: str, num_tokens: int) -> None:
         """A request of the session starts; its prompt of `num_tokens` counts as served."""
@@ -103,8 +103,8 @@ class WaitingQueue:
         """In the order of arrival."""
         self._classes: dict[_Class, dict[str, LiveRequest]] = {}
         """The same, by what ranks them."""
-        self._heap: list[tuple[_Turn, int, _Class]] = []
-        """Of each class its turn and its first arrival, or earlier ones: both only ever get later. See `_lowest`."""
+        self._heap: list[tuple[_Rank, int, _Class]] = []
+        """Of each class its rank and its first arrival, or earlier ones: both only ever get later. See `_lowest`."""
         self._arrivals: dict[str, int] = {}
         self._next_arrival = count()
         self._num_started = 0
@@ -114,17 +114,17 @@ class WaitingQueue:
 
     def before(self, request: GenerationRequest) -> list[LiveRequest]:
         """Requests that start before this one, which is not queued; its session has joined the shares."""
-        turn = self.turn(request)
-        return [live for live in self._waiting.values() if self.turn(live.request) <= turn]
+        rank = self.rank(request)
+        return [live for live in self._waiting.values() if self.rank(live.request) <= rank]
 
     def push(self, live: LiveRequest) -> None:
         if not self._waiting:
-            self._heap.clear()  # an idle session may have come back with an earlier turn
+            self._heap.clear()  # an idle session may have come back with a lower rank
             self._classes.clear()
         self._waiting[live.id] = live
         self._arrivals[live.id] = arrival = next(self._next_arrival)
         if (key := _class_of(live)) not in self._classes:
-            heappush(self._heap, (self.turn(live.request), arrival, key))
+            heappush(self._heap, (self.rank(live.request), arrival, key))
         self._classes.setdefault(key, {})[live.id] = live
 
     def remove(self, live: LiveRequest) -> None:
@@ -151,7 +151,7 @@ class WaitingQueue:
                 del self._classes[key]
                 continue
             first = next(iter(alike.values()))
-            current = self.turn(first.request), self._arrivals[first.id], key
+            current = self.rank(first.request), self._arrivals[first.id], key
             if current != known:
                 heapreplace(self._heap, current)
             elif (found := _first(alike.values(), held_back)) is None:
@@ -169,14 +169,14 @@ class WaitingQueue:
         """A preempted sequence of the request resumes: that counts as a turn."""
         self._take_turn(request, 0, has_row)
 
-    def goes_first(self, preempted: GenerationRequest, waiting: GenerationRequest, *, has_row: bool) -> bool:
+    def resumes_first(self, preempted: GenerationRequest, waiting: GenerationRequest, *, has_row: bool) -> bool:
         """Whether a preempted sequence resumes before another request starts.
 
         It counts as having waited longer.
         """
-        return (has_row and self._is_oldest_turn) or self.turn(preempted) <= self.turn(waiting)
+        return (has_row and self._is_oldest_turn) or self.rank(preempted) <= self.rank(waiting)
 
-    def turn(self, request: GenerationRequest) -> _Turn:
+    def rank(self, request: GenerationRequest) -> _Rank:
         return request.priority, self._shares.rank(request.session)
 
     @property

@@ -138,5 +138,5 @@ class SparseDraft:
         self.runner.drop()
 
     def _free(self) -> None:
-        self.runner.free(self._scheduler.released())
+        self.runner.free(self._scheduler.take_released())
         self._scheduler.end_stages()
