@@ -8,7 +8,7 @@ from itertools import count
 from weakref import WeakValueDictionary
 
 from headrace.prefix.key import Namespace
-from headrace.prefix.node import CutSpan, HeldPieces, Match, Piece
+from headrace.prefix.node import HeldPieces, MakeSpan, Match, Piece
 from headrace.prefix.radix import PrefixTree
 
 HERE = Namespace("weights")
@@ -60,13 +60,13 @@ class MadeUpStore:
     def snapshot(self, namespace: Namespace, prefix: Sequence[int]) -> MadeUpPiece:
         return self._make(namespace, tuple(prefix), len(prefix), self.snapshot_bytes)
 
-    def cutter(self, namespace: Namespace, key: Sequence[int]) -> CutSpan:
-        def cut(start: int, end: int) -> MadeUpPiece:
+    def cutter(self, namespace: Namespace, key: Sequence[int]) -> MakeSpan:
+        def make_span(start: int, end: int) -> MadeUpPiece:
             assert 0 <= start < end <= len(key)
             self.num_cut_tokens += end - start
             return self.span(namespace, key[:end], start)
 
-        return cut
+        return make_span
 
     def split(self, piece: MadeUpPiece, num_tokens: int) -> tuple[MadeUpPiece, MadeUpPiece]:
         middle = piece.start + num_tokens
@@ -96,8 +96,8 @@ class Shelf:
         key = tuple(key)
         lengths = snapshots if self.needs_snapshots else ()
         pieces: Mapping[int, Piece] = {one: self.store.snapshot(namespace, key[:one]) for one in lengths}
-        cut = self.store.cutter(namespace, key) if self.has_spans else None
-        self.tree.insert(namespace, key, cut=cut, snapshots=pieces)
+        make_span = self.store.cutter(namespace, key) if self.has_spans else None
+        self.tree.insert(namespace, key, make_span=make_span, snapshots=pieces)
 
     def length(self, key: Sequence[int], namespace: Namespace = HERE) -> int:
         """How many tokens of a prompt need no computing."""

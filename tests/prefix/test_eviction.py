@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prefix.made_up import MadeUpStore, Shelf, made_up_tokens
 
-from headrace.prefix.budget import Kind, MemoryUsage
+from headrace.prefix.memory_usage import MemoryKind, MemoryUsage
 
 SPAN_BYTES_PER_TOKEN = 20_000
 SNAPSHOT_BYTES = 60_000_000
@@ -55,12 +55,12 @@ def test_sixty_distinct_prompts_stay_within_a_small_budget(sort: str) -> None:
     weights_bytes = 10**9
     one_prompt_bytes = 4_000 * SPAN_BYTES_PER_TOKEN + SNAPSHOT_BYTES + 3
     usage = MemoryUsage(weights_bytes + 8 * one_prompt_bytes)
-    usage.set_usage(Kind.WEIGHTS, weights_bytes)
+    usage.set_usage(MemoryKind.WEIGHTS, weights_bytes)
     shelf = shelf_of(sort)
 
     def evict(num_bytes: int) -> int:
         num_freed = shelf.tree.evict(num_bytes)
-        usage.set_usage(Kind.RECORDS, shelf.store.num_bytes)
+        usage.set_usage(MemoryKind.RECORDS, shelf.store.num_bytes)
         return num_freed
 
     for number in range(60):
@@ -68,9 +68,9 @@ def test_sixty_distinct_prompts_stay_within_a_small_budget(sort: str) -> None:
         assert shelf.length(prompt) == 0
         assert usage.reclaim(one_prompt_bytes, evict)
         shelf.put(prompt, [3_999])
-        usage.set_usage(Kind.RECORDS, shelf.store.num_bytes)
-        assert usage.room() >= 0
-        assert usage.used(Kind.RECORDS) == shelf.tree.num_bytes
+        usage.set_usage(MemoryKind.RECORDS, shelf.store.num_bytes)
+        assert usage.free_bytes() >= 0
+        assert usage.used(MemoryKind.RECORDS) == shelf.tree.num_bytes
         assert shelf.length(prompt) == 3_999
     assert shelf.tree.summary().num_nodes >= 7
 

@@ -124,8 +124,8 @@ def test_a_snapshot_behind_the_parting_is_none_of_the_prompts() -> None:
 @pytest.mark.parametrize(
     ("prompt", "num_agreed", "mismatch"),
     [
-        (A[:400], 400, Mismatch.WHOLE),
-        (A + C, 1000, Mismatch.END),
+        (A[:400], 400, Mismatch.PROMPT_ENDS),
+        (A + C, 1000, Mismatch.STORED_ENDS),
         (A[:400] + C, 400, Mismatch.TOKEN),
         (C, 0, Mismatch.TOKEN),
     ],
@@ -179,11 +179,11 @@ def test_an_insertion_that_fails_leaves_the_tree_as_it_was() -> None:
     before = shelf.tree.num_bytes
     snapshot = shelf.store.snapshot(HERE, A[:500] + B)
 
-    def cut(start: int, end: int) -> Piece:
+    def make_span(start: int, end: int) -> Piece:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        shelf.tree.insert(HERE, A[:500] + B, cut=cut, snapshots={1500: snapshot})
+        shelf.tree.insert(HERE, A[:500] + B, make_span=make_span, snapshots={1500: snapshot})
     assert snapshot in shelf.store.live  # still the caller's
     del snapshot
     assert shelf.tree.num_bytes == shelf.store.num_bytes
@@ -195,14 +195,14 @@ def test_an_insertion_that_fails_leaves_the_tree_as_it_was() -> None:
 def test_spans_cut_before_a_failure_are_not_leaked() -> None:
     shelf = hybrid()
 
-    def cut(start: int, end: int) -> Piece:
+    def make_span(start: int, end: int) -> Piece:
         if start:
             raise MemoryError
         return shelf.store.span(HERE, A[:end], start)
 
     snapshots: dict[int, Piece] = {one: shelf.store.snapshot(HERE, A[:one]) for one in (500, 1000)}
     with pytest.raises(MemoryError):
-        shelf.tree.insert(HERE, A, cut=cut, snapshots=snapshots)
+        shelf.tree.insert(HERE, A, make_span=make_span, snapshots=snapshots)
     snapshots.clear()
     assert shelf.store.live == []
     assert shelf.tree.summary().num_nodes == 0
@@ -371,17 +371,17 @@ def test_impossible_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="nothing to be stored"):
         PrefixTree(has_spans=False, needs_snapshots=False)
     shelf = dense()
-    cut = shelf.store.cutter(HERE, A)
+    make_span = shelf.store.cutter(HERE, A)
     snapshot = shelf.store.snapshot(HERE, A)
     for limit in (-1, 1001):
         with pytest.raises(ValueError, match="limit"):
             shelf.tree.match(HERE, A, limit)
-    with pytest.raises(ValueError, match="cut"):
+    with pytest.raises(ValueError, match="make_span"):
         shelf.tree.insert(HERE, A)
-    with pytest.raises(ValueError, match="cut"):
-        opaque().tree.insert(HERE, A, cut=cut, snapshots={1000: snapshot})
+    with pytest.raises(ValueError, match="make_span"):
+        opaque().tree.insert(HERE, A, make_span=make_span, snapshots={1000: snapshot})
     with pytest.raises(ValueError, match="no use for snapshots"):
-        shelf.tree.insert(HERE, A, cut=cut, snapshots={1000: snapshot})
+        shelf.tree.insert(HERE, A, make_span=make_span, snapshots={1000: snapshot})
     for length in (0, 1001):
         with pytest.raises(ValueError, match=f"snapshot at {length}"):
             opaque().tree.insert(HERE, A, snapshots={length: snapshot})
@@ -407,12 +407,12 @@ def test_tokens_of_a_locked_match_need_no_comparison(kind: tuple[bool, bool]) ->
             shelf.tree.evict(200)
             if clears:
                 shelf.tree.clear()
-            num_held = match.num_tokens if skips else 0
-            again = shelf.tree.match(HERE, key, len(key), num_held=num_held)
+            num_locked = match.num_tokens if skips else 0
+            again = shelf.tree.match(HERE, key, len(key), num_locked=num_locked)
             found = again.num_tokens, again.num_agreed_tokens, again.mismatch, again.snapshot_lengths
             pieces = {len(key): shelf.store.snapshot(HERE, key)} if shelf.needs_snapshots else {}
-            cut = shelf.store.cutter(HERE, key) if shelf.has_spans else None
-            shelf.tree.insert(HERE, key, cut=cut, snapshots=pieces, num_held=num_held)
+            make_span = shelf.store.cutter(HERE, key) if shelf.has_spans else None
+            shelf.tree.insert(HERE, key, make_span=make_span, snapshots=pieces, num_locked=num_locked)
             shelf.tree.unlock(match)
             results.append((found, shelf.tree.summary(), shelf.length((*key, 5))))
         assert results[0] == results[1]
@@ -428,4 +428,4 @@ def test_a_locked_match_is_not_compared_again() -> None:
     assert other[0] != A[0] and shelf.tree.match(HERE, other, 1000).num_agreed_tokens == 0
     like_a = (A[0], *B[1:500], *A[500:], 7)
     assert shelf.tree.match(HERE, like_a, 1000).num_agreed_tokens < 500
-    assert shelf.tree.match(HERE, like_a, 1000, num_held=500).num_agreed_tokens == 1000
+    assert shelf.tree.match(HERE, like_a, 1000, num_locked=500).num_agreed_tokens == 1000

@@ -28,7 +28,7 @@ from headrace.errors import EngineDead, GenerationFailed, HeadraceError, ModelEr
 from headrace.isolation import errors_as
 from headrace.metrics.stats import Stats, process_use
 from headrace.models.lora_files import AdapterFiles
-from headrace.prefix.budget import Kind, MemoryUsage
+from headrace.prefix.memory_usage import MemoryKind, MemoryUsage
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler, StepOutcome
 from headrace.types.events import Forecast
@@ -83,7 +83,7 @@ class Loop:
         self._first_adapters_bytes = self._adapters.num_bytes
         """Beside the budget."""
         self._memory_usage = MemoryUsage(memory.budget_bytes + memory.weights_bytes + self._first_adapters_bytes)
-        self._memory_usage.set_usage(Kind.WEIGHTS, memory.weights_bytes)
+        self._memory_usage.set_usage(MemoryKind.WEIGHTS, memory.weights_bytes)
         self._budget = budget
         self._inbox = inbox
         self._turns = turns
@@ -196,15 +196,18 @@ class Loop:
         self._disk.advance()
         usage = self._memory_usage
         state_bytes = max(self._scheduler.reserved_bytes, self._runner.permanent_bytes)
-        usage.set_usage(Kind.ADAPTERS, self._adapters.num_bytes)
-        usage.set_usage(Kind.FEATURES, self._features.num_bytes)
-        usage.set_usage(Kind.STATE, state_bytes + self._sparse.reserved_bytes)
-        usage.set_usage(Kind.DISK, self._disk.num_bytes)
-        usage.set_usage(Kind.RECORDS, self._records_bytes)
+        usage.set_usage(MemoryKind.ADAPTERS, self._adapters.num_bytes)
+        usage.set_usage(MemoryKind.FEATURES, self._features.num_bytes)
+        usage.set_usage(MemoryKind.STATE, state_bytes + self._sparse.reserved_bytes)
+        usage.set_usage(MemoryKind.DISK, self._disk.num_bytes)
+        usage.set_usage(MemoryKind.RECORDS, self._records_bytes)
         usage.reclaim(0, self._evict)
         # pending writes may take the memory of records, which are evicted for them, but not that of live states
         self._disk.limit(
-            usage.capacity_bytes - usage.used(Kind.WEIGHTS) - usage.used(Kind.ADAPTERS) - usage.used(Kind.STATE)
+            usage.capacity_bytes
+            - usage.used(MemoryKind.WEIGHTS)
+            - usage.used(MemoryKind.ADAPTERS)
+            - usage.used(MemoryKind.STATE)
         )
 
     def _evict(self, num_bytes: int) -> int:
@@ -215,7 +218,7 @@ class Loop:
         if mx.get_active_memory() + mx.get_cache_memory() > self._memory.process_bytes:
             # MLX would otherwise keep the freed memory, in buffers of sizes that may not be requested again
             mx.clear_cache()
-        self._memory_usage.set_usage(Kind.RECORDS, self._records_bytes)
+        self._memory_usage.set_usage(MemoryKind.RECORDS, self._records_bytes)
         return num_freed
 
     @property
@@ -262,7 +265,7 @@ class Loop:
         own_bytes = self._memory.weights_bytes + self._first_adapters_bytes
         self._memory_usage.capacity_bytes = self._memory.budget_bytes + own_bytes
         self._free()
-        if (over := -self._memory_usage.room()) > 0:
+        if (over := -self._memory_usage.free_bytes()) > 0:
             self._features.evict(over)
         mx.clear_cache()
         self.warm_up.drop_larger()

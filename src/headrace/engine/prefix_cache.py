@@ -16,7 +16,7 @@ from headrace.common_prefix import common_length
 from headrace.prefix.key import MediaKey, Namespace, cache_key
 from headrace.prefix.node import Match, Piece
 from headrace.prefix.radix import PrefixTree
-from headrace.prefix.restore import plan_restore
+from headrace.prefix.snapshots import plan_snapshots
 from headrace.scheduler.stages import PromptPlan
 from headrace.state.disk import DiskTier
 from headrace.state.disk_records import Load
@@ -146,7 +146,7 @@ class PrefixCache:
             return WaitReason.PREFIX
         self._awaited.pop(request.request_id, None)
         match = lookup.match
-        restore = plan_restore(match, request.boundaries, needs_snapshots=self.needs_snapshots)
+        restore = plan_snapshots(match, request.boundaries, needs_snapshots=self.needs_snapshots)
         self._tree.lock(match)
         counts = request.priority < IDLE_PRIORITY
         points = {length for length in restore.snapshot_points if length >= self._shortest_prefix}
@@ -217,13 +217,13 @@ class PrefixCache:
         self._tree.unlock(lookup.match)
 
     def insert_loaded(self, lookup: Lookup, load: Load) -> None:
-        def cut(start: int, end: int) -> SpanRecord:
+        def make_span(start: int, end: int) -> SpanRecord:
             assert load.span is not None
             return load.span.part(start, end)
 
         snapshots: dict[int, Piece] = {} if load.snapshot is None else {load.num_tokens: load.snapshot}
         key = lookup.key[: load.num_tokens]
-        self._tree.insert(lookup.namespace, key, cut=cut if self._has_spans else None, snapshots=snapshots)
+        self._tree.insert(lookup.namespace, key, make_span=make_span if self._has_spans else None, snapshots=snapshots)
 
     def restore(self, request_id: str, state: SequenceState) -> None:
         """Bring a fresh state to the length that `prepare` found."""
@@ -273,7 +273,7 @@ class PrefixCache:
         if self._has_spans:
             lookup, length = prompt.lookup, state.length
             held = lookup.match.num_tokens
-            start = self._tree.match(lookup.namespace, lookup.key[:length], length, num_held=held).num_agreed_tokens
+            start = self._tree.match(lookup.namespace, lookup.key[:length], length, num_locked=held).num_agreed_tokens
             for end in sorted({*prompt.snapshots, state.length}):
                 if start < end <= state.length:
                     prompt.spans.append(state.copy_span(start, end))
@@ -304,7 +304,7 @@ class PrefixCache:
         # a whole slice of a tuple is the tuple itself
         key = prompt_key[:length] if length <= len(prompt_key) else (*prompt_key, *token_ids[len(prompt_key) : length])
 
-        def cut(start: int, end: int) -> SpanRecord:
+        def make_span(start: int, end: int) -> SpanRecord:
             for span in spans:
                 if span.start <= start and end <= span.end:
                     return span.part(start, end)
@@ -312,7 +312,9 @@ class PrefixCache:
             return spans[-1]
 
         held = prompt.lookup.match.num_tokens
-        self._tree.insert(namespace, key, cut=cut if self._has_spans else None, snapshots=snapshots, num_held=held)
+        self._tree.insert(
+            namespace, key, make_span=make_span if self._has_spans else None, snapshots=snapshots, num_locked=held
+        )
         if self._disk is not None:
             self._save(self._disk, prompt, key, state, spans, snapshots)
         prompt.is_done |= length >= len(prompt_key)

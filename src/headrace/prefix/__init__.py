@@ -5,9 +5,9 @@ The life of a prompt (one thread, the engine's):
     key = cache_key(token_ids, media)
     match = tree.match(namespace, key, limit=len(key) - 1)
     tree.use(match), tree.lock(match)
-    plan = plan_restore(match, boundaries, ...)          # where to take snapshots, what to report
+    plan = plan_snapshots(match, boundaries, ...)        # where to take snapshots, what to report
     held = tree.read(match)                              # the pieces to restore from
     tree.unlock(match)
-    tree.insert(namespace, key, cut=..., snapshots=...)  # during the prefill, at its end, at an abort, at the finish
+    tree.insert(namespace, key, make_span=..., snapshots=...)  # in the prefill, at its end, at an abort, at the finish
     usage.reclaim(num_bytes, tree.evict)                 # before anything that needs bytes
 """

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from headrace.prefix.node import Node, NodeStorage, below
+from headrace.prefix.node import Node, NodeStorage, descendants
 
 HALF_LIFE_LOOKUPS = 32
 """Age is counted in lookups (requests), so an idle server forgets nothing. Long enough for a conversation to survive
@@ -55,7 +55,7 @@ class Eviction:
         """Drop pieces until `num_bytes` are free or all remaining ones are in use. Returns the bytes freed."""
         before = self._storage.num_bytes
         target = before - num_bytes
-        for node in [node for root in self._roots for node in below(root)]:
+        for node in [node for root in self._roots for node in descendants(root)]:
             self._push(node)
         while self._heap and self._storage.num_bytes > target:
             self._drop_next(target)
@@ -103,7 +103,7 @@ class Eviction:
         return node.span is not None and not node.children and not node.num_locks
 
     def _score(self, node: Node) -> float:
-        used = node.snapshot_used if self._needs_snapshots else node.span_used
+        used = node.snapshot_last_used if self._needs_snapshots else node.span_last_used
         half_lives = (self._clock - used) / HALF_LIFE_LOOKUPS
         if len(node.children) == 1:
             half_lives += PASSED_HALF_LIVES
@@ -114,7 +114,9 @@ class Eviction:
         if not self._needs_snapshots:
             return _flops(node.start, node.end) / max(1, node.span_bytes)
         assert node.parent is not None
-        return _flops(_snapshot_above(node.parent).end, node.end) / max(1, node.snapshot_bytes + _lone_bytes(node))
+        return _flops(_snapshot_above(node.parent).end, node.end) / max(
+            1, node.snapshot_bytes + _exclusive_span_bytes(node)
+        )
 
 
 def _flops(start: int, end: int) -> float:
@@ -129,7 +131,7 @@ def _snapshot_above(node: Node) -> Node:
     return node
 
 
-def _lone_bytes(node: Node) -> int:
+def _exclusive_span_bytes(node: Node) -> int:
     """Bytes of the spans that lead only to this node's snapshot."""
     if node.children:
         return 0

@@ -30,7 +30,7 @@ class Span(Piece, Protocol):
         """
 
 
-CutSpan = Callable[[int, int], Span]
+MakeSpan = Callable[[int, int], Span]
 """Makes the span of a sequence's tokens `start` to `end`. May raise; must not call the tree."""
 
 
@@ -55,7 +55,7 @@ class Node:
     children: by the first number of their edge.
     span: of the edge's tokens; None if the model has none.
     snapshot: at `end`.
-    span_used, snapshot_used: the tree's clock at their last use.
+    span_last_used, snapshot_last_used: the tree's clock at their last use.
     num_locks: locked matches that end at this node or below.
     num_snapshot_locks: those that use the snapshot.
     """
@@ -66,10 +66,10 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)
     span: Span | None = None
     span_bytes: int = 0
-    span_used: int = 0
+    span_last_used: int = 0
     snapshot: Piece | None = None
     snapshot_bytes: int = 0
-    snapshot_used: int = 0
+    snapshot_last_used: int = 0
     num_locks: int = 0
     num_snapshot_locks: int = 0
 
@@ -85,7 +85,7 @@ class Node:
             node = node.parent
 
 
-def below(root: Node) -> Iterator[Node]:
+def descendants(root: Node) -> Iterator[Node]:
     """All nodes under a root, each before its children. The tree must not change meanwhile."""
     waiting = list(root.children.values())
     while waiting:
@@ -131,7 +131,7 @@ class NodeStorage:
         assert node.parent is not None and 0 < num_tokens < len(node.edge)
         pieces = node.span.split(num_tokens) if node.span is not None else None
         upper = Node(node.edge[:num_tokens], node.start + num_tokens, node.parent, num_locks=node.num_locks)
-        upper.span_used = node.span_used
+        upper.span_last_used = node.span_last_used
         node.parent.children[upper.edge[0]] = upper
         node.edge, node.parent = node.edge[num_tokens:], upper
         upper.children[node.edge[0]] = node
@@ -146,22 +146,22 @@ class NodeStorage:
 
         A locked leaf always counts as useful.
         """
-        while node.parent is not None and not node.children and not self._is_worth(node):
+        while node.parent is not None and not node.children and not self._is_useful(node):
             self.drop_span(node)
             parent, node.parent = node.parent, None
             del parent.children[node.edge[0]]
             node = parent
         return node
 
-    def _is_worth(self, leaf: Node) -> bool:
+    def _is_useful(self, leaf: Node) -> bool:
         return (leaf.snapshot if self._needs_snapshots else leaf.span) is not None
 
 
 class Mismatch(StrEnum):
     """Why a prompt and the stored keys agree no further."""
 
-    WHOLE = "the prompt ends there"
-    END = "what is stored ends there"
+    PROMPT_ENDS = "the prompt ends there"
+    STORED_ENDS = "what is stored ends there"
     TOKEN = "another token follows in what is stored"
     MEDIA = "another media item, or none, follows in what is stored"
     EMPTY = "nothing is stored for this model, adapter and salt"

@@ -5,7 +5,7 @@
     tree.use(match, counts=True)
     tree.lock(match), tree.unlock(match)
     tree.read(match) -> HeldPieces
-    tree.insert(namespace, key, cut=..., snapshots={length: piece})
+    tree.insert(namespace, key, make_span=..., snapshots={length: piece})
     tree.evict(num_bytes) -> int
     tree.clear() -> int
     tree.summary() -> CacheStatus, tree.num_bytes
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from headrace.common_prefix import common_length
 from headrace.prefix.eviction import Eviction
 from headrace.prefix.key import Namespace
-from headrace.prefix.node import CutSpan, HeldPieces, Match, Mismatch, Node, NodeStorage, Piece, Span, below
+from headrace.prefix.node import HeldPieces, MakeSpan, Match, Mismatch, Node, NodeStorage, Piece, Span, descendants
 from headrace.types.status import CacheStatus
 
 NO_SNAPSHOTS: Mapping[int, Piece] = {}
@@ -52,17 +52,17 @@ class PrefixTree:
     def num_bytes(self) -> int:
         return self._storage.num_bytes
 
-    def match(self, namespace: Namespace, key: Sequence[int], limit: int, *, num_held: int = 0) -> Match:
+    def match(self, namespace: Namespace, key: Sequence[int], limit: int, *, num_locked: int = 0) -> Match:
         """The deepest stored state for a prompt, at most `limit` tokens long: the prompt's length less 1, so that the
         logits of its last token are still computed.
 
-        num_held: so many first tokens are those of a match that the caller has locked, and are not compared again.
+        num_locked: length of a match that the caller has locked; its tokens are not compared again.
         Changes nothing: see `use`. Raises ValueError for a limit outside of the key.
         """
         key = tuple(key)
         if not 0 <= limit <= len(key):
             raise ValueError(f"the limit {limit} lies outside of the prompt's {len(key)} tokens")
-        path, num_agreed, mismatch = self._follow(namespace, key, num_held)
+        path, num_agreed, mismatch = self._follow(namespace, key, num_locked)
         node, num_tokens = self._deepest(path, min(limit, num_agreed))
         return Match(
             namespace=namespace,
@@ -77,7 +77,7 @@ class PrefixTree:
             node=node,
         )
 
-    def _follow(self, namespace: Namespace, key: tuple[int, ...], num_held: int) -> tuple[list[Node], int, Mismatch]:
+    def _follow(self, namespace: Namespace, key: tuple[int, ...], num_locked: int) -> tuple[list[Node], int, Mismatch]:
         """The nodes on a key's path, the last perhaps only in part; how far it agrees, and why no further."""
         node = self._roots.get(namespace)
         if node is None:
@@ -88,13 +88,15 @@ class PrefixTree:
             if child is None:
                 return path, node.end, _mismatch(key[node.end], node.children)
             path.append(child)
-            num_agreed = _num_agreed(key, child, num_held)
+            num_agreed = _num_agreed(key, child, num_locked)
             if num_agreed < len(child.edge):
                 place = node.end + num_agreed
-                mismatch = Mismatch.WHOLE if place == len(key) else _mismatch(key[place], child.edge[num_agreed:][:1])
+                mismatch = (
+                    Mismatch.PROMPT_ENDS if place == len(key) else _mismatch(key[place], child.edge[num_agreed:][:1])
+                )
                 return path, place, mismatch
             node = child
-        return path, len(key), Mismatch.WHOLE
+        return path, len(key), Mismatch.PROMPT_ENDS
 
     def _deepest(self, path: list[Node], limit: int) -> tuple[Node, int]:
         best, num_tokens = Node(), 0
@@ -118,9 +120,9 @@ class PrefixTree:
             self._num_hits += match.num_tokens > 0
             self._num_lookup_tokens += match.num_prompt_tokens
             self._num_hit_tokens += match.num_tokens
-        match.node.snapshot_used = self._clock
+        match.node.snapshot_last_used = self._clock
         for above in match.node.path_to_root():
-            above.span_used = self._clock
+            above.span_last_used = self._clock
 
     def lock(self, match: Match) -> None:
         """Keep a match's pieces until `unlock`: neither evicted nor cleared.
@@ -177,51 +179,53 @@ class PrefixTree:
         namespace: Namespace,
         key: Sequence[int],
         *,
-        cut: CutSpan | None = None,
+        make_span: MakeSpan | None = None,
         snapshots: Mapping[int, Piece] = NO_SNAPSHOTS,
-        num_held: int = 0,
+        num_locked: int = 0,
     ) -> None:
         """Store what a sequence has computed; what is stored already stays and is not asked for again.
 
-        key: of the computed tokens. num_held: as for `match`.
-        cut: called for the spans that the tree lacks; required if the model has spans.
+        key: of the computed tokens. num_locked: as for `match`.
+        make_span: called for the spans that the tree lacks; required if the model has spans.
         snapshots: by length; the tree takes over those that it lacks. Where the model needs snapshots,
         nothing is stored beyond the last of them, because nothing could be restored there.
 
-        If `cut` or a split raises, the snapshots remain the caller's; spans made before stay if they are of use.
+        If `make_span` or a split raises, the snapshots remain the caller's; spans made before stay if they are of use.
         Raises ValueError, and changes nothing, for arguments that don't fit the model or the key.
         """
         key = tuple(key)
-        self._check_insertion(key, cut, snapshots)
+        self._check_insertion(key, make_span, snapshots)
         end = max(snapshots, default=0) if self._needs_snapshots else len(key)
         if end == 0:
             return
         path: list[Node] = []
         try:
-            self._make_path(path, self._roots.setdefault(namespace, Node()), key, sorted({*snapshots, end}), num_held)
+            self._make_path(path, self._roots.setdefault(namespace, Node()), key, sorted({*snapshots, end}), num_locked)
             for node in path:
-                if cut is not None and node.span is None:
-                    self._storage.put_span(node, cut(node.start, node.end))
+                if make_span is not None and node.span is None:
+                    self._storage.put_span(node, make_span(node.start, node.end))
             for node in path:
-                node.span_used = self._clock
+                node.span_last_used = self._clock
                 if node.end in snapshots:
                     self._storage.put_snapshot(node, snapshots[node.end])
-                    node.snapshot_used = self._clock
+                    node.snapshot_last_used = self._clock
         finally:
             if path:
                 self._storage.prune(path[-1])
             self._drop_empty_roots()
 
-    def _check_insertion(self, key: tuple[int, ...], cut: CutSpan | None, snapshots: Mapping[int, Piece]) -> None:
-        if (cut is not None) != self._has_spans:
-            raise ValueError("cut makes spans: it is given for a model with sliceable layers, and only then")
+    def _check_insertion(
+        self, key: tuple[int, ...], make_span: MakeSpan | None, snapshots: Mapping[int, Piece]
+    ) -> None:
+        if (make_span is not None) != self._has_spans:
+            raise ValueError("make_span is given for a model with sliceable layers, and only then")
         if snapshots and not self._needs_snapshots:
             raise ValueError("a model with sliceable layers only has no use for snapshots")
         for length in snapshots:
             if not 0 < length <= len(key):
                 raise ValueError(f"a snapshot at {length} lies outside of the {len(key)} tokens")
 
-    def _make_path(self, path: list[Node], node: Node, key: tuple[int, ...], stops: list[int], num_held: int) -> None:
+    def _make_path(self, path: list[Node], node: Node, key: tuple[int, ...], stops: list[int], num_locked: int) -> None:
         """Extend `path` by the nodes that spell the key up to the last stop, with a node ending at each stop.
 
         Without snapshots the last stop may lie inside an edge: any length in it will do.
@@ -231,7 +235,7 @@ class PrefixTree:
                 child = node.children.get(key[node.end])
                 if child is None:
                     child = node.children[key[node.end]] = Node(key[node.end : stop], stop, node)
-                num_agreed = min(_num_agreed(key, child, num_held), stop - node.end)
+                num_agreed = min(_num_agreed(key, child, num_locked), stop - node.end)
                 if num_agreed < len(child.edge):
                     ends_here = node.end + num_agreed == stop
                     if self._needs_snapshots or not ends_here:
@@ -253,7 +257,7 @@ class PrefixTree:
     def clear(self) -> int:
         """Drop everything unlocked. Returns the bytes freed."""
         before = self.num_bytes
-        for node in [node for root in self._roots.values() for node in below(root)][::-1]:
+        for node in [node for root in self._roots.values() for node in descendants(root)][::-1]:
             if not node.num_snapshot_locks:
                 self._storage.drop_snapshot(node)
             if not node.num_locks:
@@ -263,7 +267,7 @@ class PrefixTree:
         return before - self.num_bytes
 
     def summary(self) -> CacheStatus:
-        nodes = [node for root in self._roots.values() for node in below(root)]
+        nodes = [node for root in self._roots.values() for node in descendants(root)]
         return CacheStatus(
             num_bytes=self.num_bytes,
             num_tokens=sum(len(node.edge) for node in nodes),
@@ -280,9 +284,9 @@ class PrefixTree:
             del self._roots[namespace]
 
 
-def _num_agreed(key: tuple[int, ...], node: Node, num_held: int) -> int:
-    """How many numbers of a node's edge the key has there; the first `num_held` of the key are on the node's path."""
-    known = min(max(0, num_held - node.start), len(node.edge))
+def _num_agreed(key: tuple[int, ...], node: Node, num_locked: int) -> int:
+    """How many numbers of a node's edge the key has there; the first `num_locked` of the key are on the node's path."""
+    known = min(max(0, num_locked - node.start), len(node.edge))
     if known == 0:
         return common_length(key, node.edge, node.start)
     return known + common_length(key, node.edge[known:], node.start + known)
@@ -292,5 +296,5 @@ def _mismatch(wanted: int, stored: Iterable[int]) -> Mismatch:
     """Why a prompt with the key number `wanted` can't continue where one of `stored` would have to follow."""
     numbers = list(stored)
     if not numbers:
-        return Mismatch.END
+        return Mismatch.STORED_ENDS
     return Mismatch.MEDIA if wanted < 0 or max(numbers) < 0 else Mismatch.TOKEN

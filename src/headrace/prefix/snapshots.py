@@ -1,4 +1,4 @@
-"""Plans a restore: where to take snapshots, and what to report."""
+"""Plans where a prefill takes snapshots, and reports what it reuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPEAT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class RestorePlan:
+class SnapshotPlan:
     """snapshot_points: lengths at which to take snapshots, rising.
 
     report: how much of the prompt is reused, and where and why it differs from what is stored: one line for the log and
@@ -30,9 +30,9 @@ class RestorePlan:
     report: str
 
 
-def plan_restore(
+def plan_snapshots(
     match: Match, boundaries: Sequence[Boundary], *, needs_snapshots: bool, max_snapshots: int = MAX_SNAPSHOTS
-) -> RestorePlan:
+) -> SnapshotPlan:
     """The plan for a prompt.
 
     boundaries: of the prompt, rising.
@@ -44,7 +44,7 @@ def plan_restore(
         if not 0 <= length <= match.num_prompt_tokens:
             raise ValueError(f"a boundary at {length} lies outside of the prompt's {match.num_prompt_tokens} tokens")
     points = _snapshot_points(match, boundaries, max_snapshots) if needs_snapshots else ()
-    return RestorePlan(points, _report(match, boundaries))
+    return SnapshotPlan(points, _report(match, boundaries))
 
 
 def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class MemoryKind(StrEnum):
     """What bytes are used for."""
 
     WEIGHTS = "weights"
@@ -26,22 +26,22 @@ class MemoryUsage:
     """Bytes in use by kind, against one capacity.
 
     It records usage and never refuses; callers that need bytes call `reclaim` first. So usage may exceed the capacity,
-    and `room` may be negative.
+    and `free_bytes` may be negative.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         """Bytes that may be in use together."""
-        self._used = dict.fromkeys(Kind, 0)
+        self._used = dict.fromkeys(MemoryKind, 0)
 
-    def used(self, kind: Kind) -> int:
+    def used(self, kind: MemoryKind) -> int:
         return self._used[kind]
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes left; negative if usage exceeds the capacity."""
         return self.capacity_bytes - sum(self._used.values())
 
-    def set_usage(self, kind: Kind, num_bytes: int) -> None:
+    def set_usage(self, kind: MemoryKind, num_bytes: int) -> None:
         self._used[kind] = num_bytes
 
     def reclaim(self, num_bytes: int, evict: Callable[[int], int]) -> bool:
@@ -50,10 +50,10 @@ class MemoryUsage:
         evict: drops pieces of at least the given number of bytes, or all it can, and returns how many; usage must be up
         to date when it returns. It is not called if there is room already, nor again once it has freed nothing.
         """
-        room = self.room()
-        while room < num_bytes:
-            evict(num_bytes - room)
-            before, room = room, self.room()
-            if room <= before:
+        free = self.free_bytes()
+        while free < num_bytes:
+            evict(num_bytes - free)
+            before, free = free, self.free_bytes()
+            if free <= before:
                 return False
         return True

@@ -6,7 +6,7 @@ import pytest
 from prefix.made_up import HERE, Shelf, made_up_tokens
 
 from headrace.prefix.node import Match
-from headrace.prefix.restore import RestorePlan, plan_restore
+from headrace.prefix.snapshots import SnapshotPlan, plan_snapshots
 from headrace.types.request import Boundary, BoundaryKind
 
 SYSTEM, MESSAGE, PROMPT = BoundaryKind.SYSTEM, BoundaryKind.MESSAGE, BoundaryKind.PROMPT
@@ -29,8 +29,8 @@ def match_of(*stored: tuple[tuple[int, ...], list[int]], prompt: tuple[int, ...]
     return shelf.find(prompt)
 
 
-def plan(match: Match, boundaries: tuple[Boundary, ...] = TURNS, most: int = 9) -> RestorePlan:
-    return plan_restore(match, boundaries, needs_snapshots=True, max_snapshots=most)
+def plan(match: Match, boundaries: tuple[Boundary, ...] = TURNS, most: int = 9) -> SnapshotPlan:
+    return plan_snapshots(match, boundaries, needs_snapshots=True, max_snapshots=most)
 
 
 def test_a_cold_prompt_is_marked_at_all_its_boundaries() -> None:
@@ -98,7 +98,7 @@ def test_a_prompt_without_its_own_boundary_is_marked_before_its_last_token() -> 
 def test_a_prompt_of_a_model_with_sliceable_layers_only_has_no_marks() -> None:
     shelf = Shelf(has_spans=True, needs_snapshots=False)
     shelf.put(KEY[:500])
-    made = plan_restore(shelf.find(KEY), TURNS, needs_snapshots=False)
+    made = plan_snapshots(shelf.find(KEY), TURNS, needs_snapshots=False)
     assert made.snapshot_points == ()
 
 
@@ -126,7 +126,7 @@ def test_the_report_of_a_first_prompt_says_that_nothing_is_stored() -> None:
 def test_the_report_of_a_full_hit_ends_with_the_prompt() -> None:
     shelf = Shelf(has_spans=True, needs_snapshots=False)
     shelf.put(KEY)
-    assert plan_restore(shelf.find(KEY), (), needs_snapshots=False).report == (
+    assert plan_snapshots(shelf.find(KEY), (), needs_snapshots=False).report == (
         "reused 999 of 1000 prompt tokens (before the first boundary); "
         "parted at token 1000 (before the first boundary): the prompt ends there"
     )
@@ -135,7 +135,7 @@ def test_the_report_of_a_full_hit_ends_with_the_prompt() -> None:
 def test_the_report_tells_when_more_could_have_been_reused() -> None:
     shelf = Shelf(has_spans=True, needs_snapshots=False)
     shelf.put(KEY)
-    text = plan_restore(shelf.tree.match(HERE, KEY, 0), (), needs_snapshots=False).report
+    text = plan_snapshots(shelf.tree.match(HERE, KEY, 0), (), needs_snapshots=False).report
     assert text.endswith("the prompt ends there; no more than 0 were to be reused")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.prefix.budget import Kind, MemoryUsage
+from headrace.prefix.memory_usage import MemoryKind, MemoryUsage
 
 
 @dataclass
@@ -17,7 +17,7 @@ class Cache:
     asked_for: int | None = None
 
     def __post_init__(self) -> None:
-        self.usage.set_usage(Kind.RECORDS, self.num_pieces * self.piece_bytes)
+        self.usage.set_usage(MemoryKind.RECORDS, self.num_pieces * self.piece_bytes)
 
     def evict(self, num_bytes: int) -> int:
         self.asked_for = num_bytes
@@ -25,23 +25,23 @@ class Cache:
         while freed < num_bytes and self.num_pieces:
             self.num_pieces -= 1
             freed += self.piece_bytes
-        self.usage.set_usage(Kind.RECORDS, self.num_pieces * self.piece_bytes)
+        self.usage.set_usage(MemoryKind.RECORDS, self.num_pieces * self.piece_bytes)
         return freed
 
 
 def test_every_kind_counts_against_the_one_capacity() -> None:
     usage = MemoryUsage(100)
-    for number, kind in enumerate(Kind, 1):
+    for number, kind in enumerate(MemoryKind, 1):
         usage.set_usage(kind, number)
-    assert usage.room() == 100 - sum(range(1, len(Kind) + 1))
-    assert [usage.used(kind) for kind in Kind] == list(range(1, len(Kind) + 1))
+    assert usage.free_bytes() == 100 - sum(range(1, len(MemoryKind) + 1))
+    assert [usage.used(kind) for kind in MemoryKind] == list(range(1, len(MemoryKind) + 1))
 
 
 def test_caches_give_way_for_just_what_is_lacking() -> None:
     usage = MemoryUsage(100)
     cache = Cache(usage, 9, 10)
     assert usage.reclaim(25, cache.evict)
-    assert (cache.asked_for, cache.num_pieces, usage.room()) == (15, 7, 30)
+    assert (cache.asked_for, cache.num_pieces, usage.free_bytes()) == (15, 7, 30)
 
 
 def test_nobody_gives_way_while_there_is_room() -> None:
@@ -53,7 +53,7 @@ def test_nobody_gives_way_while_there_is_room() -> None:
 
 def test_there_is_no_room_for_what_can_never_fit() -> None:
     usage = MemoryUsage(100)
-    usage.set_usage(Kind.WEIGHTS, 60)
+    usage.set_usage(MemoryKind.WEIGHTS, 60)
     cache = Cache(usage, 3, 10)
     assert not usage.reclaim(41, cache.evict)
     assert usage.reclaim(40, cache.evict)
@@ -62,15 +62,15 @@ def test_there_is_no_room_for_what_can_never_fit() -> None:
 def test_an_overdrawn_account_gets_its_debt_back_first() -> None:
     usage = MemoryUsage(100)
     cache = Cache(usage, 5, 10)
-    usage.set_usage(Kind.STATE, 80)
-    assert usage.room() == -30
+    usage.set_usage(MemoryKind.STATE, 80)
+    assert usage.free_bytes() == -30
     assert usage.reclaim(5, cache.evict)
-    assert (cache.asked_for, usage.room()) == (35, 10)
+    assert (cache.asked_for, usage.free_bytes()) == (35, 10)
 
 
 def test_a_cache_that_says_it_freed_but_released_nothing_is_not_asked_for_ever() -> None:
     usage = MemoryUsage(100)
-    usage.set_usage(Kind.RECORDS, 100)
+    usage.set_usage(MemoryKind.RECORDS, 100)
     assert not usage.reclaim(1, lambda num_bytes: num_bytes)
 
 
@@ -78,11 +78,11 @@ def test_a_cache_that_frees_piece_by_piece_is_asked_again() -> None:
     usage = MemoryUsage(100)
     cache = Cache(usage, 10, 10)
     assert usage.reclaim(35, lambda num_bytes: cache.evict(1))
-    assert usage.room() == 40
+    assert usage.free_bytes() == 40
 
 
 def test_a_measured_kind_is_restated() -> None:
     usage = MemoryUsage(100)
-    usage.set_usage(Kind.STATE, 30)
-    usage.set_usage(Kind.STATE, 20)
-    assert (usage.used(Kind.STATE), usage.room(), usage.capacity_bytes) == (20, 80, 100)
+    usage.set_usage(MemoryKind.STATE, 30)
+    usage.set_usage(MemoryKind.STATE, 20)
+    assert (usage.used(MemoryKind.STATE), usage.free_bytes(), usage.capacity_bytes) == (20, 80, 100)
