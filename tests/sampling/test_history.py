@@ -19,7 +19,7 @@ PLAIN = SamplingParams(temperature=1, top_p=1, top_k=0, min_p=0, seed=0)
 
 def counts(history: History, drafts: Sequence[int] = ()) -> dict[int, int]:
     """How often each id comes in the output and the drafts after it."""
-    ids, numbers = history.counted(drafts)
+    ids, numbers = history.output_counts(drafts)
     return dict(zip(ids.tolist(), numbers.tolist(), strict=True))
 
 
@@ -117,6 +117,6 @@ def test_with_drafts_a_history_is_what_it_would_be_with_these_tokens(before: lis
 def test_drafts_leave_the_history_as_it_is() -> None:
     history = History([1], 10)
     history.append([5])
-    history.counted([5, 6])
+    history.output_counts([5, 6])
     assert counts(history) == {5: 1}
     assert history.ends_with([1, 5])

@@ -62,7 +62,7 @@ def test_any_row_follows_the_definition(data: st.DataObject, num_tokens: int, nu
     tokens = data.draw(st.lists(st.integers(0, num_tokens - 1), min_size=num_rows, max_size=num_rows))
     num_top = data.draw(st.integers(0, num_tokens + 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "BLOCK", block)
+        patch.setattr(rows, "BLOCK_TOKENS", block)
         found = token_logprobs(mx.array(logits.astype(np.float32)), mx.array(tokens), num_top)
         mx.eval(found.arrays())
     for answer, row, token in zip(read_logprobs(found, [num_top] * num_rows), logits, tokens, strict=True):

@@ -144,7 +144,7 @@ def test_any_mix_of_settings_follows_the_definition(
     expected = [reference(values, settings_) for values, settings_ in zip(logits, params, strict=True)]
     assume(all(margin > 1e-5 for _, margin in expected))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(truncation, "HEAD", head)
+        patch.setattr(truncation, "TOP_TOKENS", head)
         given_out = distribution(mx.array(logits.astype(np.float32)), [SamplingRow(p, 0) for p in params])
     np.testing.assert_allclose(np.array(given_out), np.stack([e for e, _ in expected]), rtol=2e-5, atol=1e-7)
 

@@ -55,7 +55,7 @@ def test_each_place_of_a_window_is_drawn_after_the_drafts_before_it() -> None:
     assert [each.output_index for each in rows] == [1, 2, 3]
     assert all(each.params is PARAMS and each.stop_token_ids == {9} for each in rows)
     assert all(each.history is history for each in rows)
-    counts = [history.counted(each.drafts) for each in rows]
+    counts = [history.output_counts(each.drafts) for each in rows]
     assert [dict(zip(ids.tolist(), numbers.tolist(), strict=True)) for ids, numbers in counts] == [
         {3: 1},
         {3: 1, 4: 1},

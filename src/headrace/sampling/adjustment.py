@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.sampling.history import Ids, counts_output, needs_history
-from headrace.sampling.rows import Mask, SamplingRow, in_order, pick
+from headrace.sampling.rows import Mask, SamplingRow, merge_groups, pick
 
-_NUM_REMEMBERED = 64
+_NUM_CACHED_SETS = 64
 """Sets of ids cached as arrays between steps; a set of allowed ids may be nearly as large as V."""
 
 
@@ -45,29 +45,29 @@ def adjust(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
         if row.history is None and needs_history(row.params):
             raise ValueError(f"row {number} has penalties or bad words but no history")
     logits, num_tokens = logits.astype(mx.float32), logits.shape[-1]
-    logits = _keep_only(logits, {number: _allowed(row, num_tokens) for number, row in adjusted.items()})
+    logits = _keep_only(logits, {number: _allowed_ids(row, num_tokens) for number, row in adjusted.items()})
     logits = _edit(logits, {number: _banned(row, num_tokens) for number, row in adjusted.items()}, mx.add)
     logits = _edit(logits, {number: _biased(row, num_tokens) for number, row in adjusted.items()}, mx.add)
-    logits = _mask_out(logits, {number: row.mask for number, row in adjusted.items() if row.mask is not None})
-    logits = _edit(logits, {number: _repeated(row) for number, row in adjusted.items()}, _discourage)
-    return _edit(logits, {number: _counted(row) for number, row in adjusted.items()}, mx.subtract)
+    logits = _apply_masks(logits, {number: row.mask for number, row in adjusted.items() if row.mask is not None})
+    logits = _edit(logits, {number: _repetition_factors(row) for number, row in adjusted.items()}, _penalize_repetition)
+    return _edit(logits, {number: _count_penalties(row) for number, row in adjusted.items()}, mx.subtract)
 
 
-def _allowed(row: SamplingRow, num_tokens: int) -> Ids | None:
+def _allowed_ids(row: SamplingRow, num_tokens: int) -> Ids | None:
     """The only allowed ids."""
     ids = row.params.allowed_token_ids
-    return None if ids is None else _inside(ids, num_tokens)
+    return None if ids is None else _in_vocabulary(ids, num_tokens)
 
 
 def _banned(row: SamplingRow, num_tokens: int) -> Edit | None:
     params, banned = row.params, list[Ids]()
     if params.banned_token_ids:
-        banned.append(_inside(params.banned_token_ids, num_tokens))
+        banned.append(_in_vocabulary(params.banned_token_ids, num_tokens))
     if row.history is not None and params.banned_sequences:
         ends = [word[-1] for word in params.banned_sequences if row.history.ends_with(word[:-1], row.drafts)]
-        banned.append(_inside(frozenset(ends), num_tokens))
+        banned.append(_in_vocabulary(frozenset(ends), num_tokens))
     if row.output_index < params.min_tokens and not (row.mask is not None and _must_end(row.mask, row.stop_token_ids)):
-        banned.append(_inside(row.stop_token_ids, num_tokens))
+        banned.append(_in_vocabulary(row.stop_token_ids, num_tokens))
     return _same_for_all(banned, -np.inf) if banned else None
 
 
@@ -79,8 +79,8 @@ def _must_end(mask: Mask, stop_token_ids: frozenset[int]) -> bool:
     return not others.any()
 
 
-@lru_cache(_NUM_REMEMBERED)
-def _inside(token_ids: frozenset[int], num_tokens: int) -> Ids:
+@lru_cache(_NUM_CACHED_SETS)
+def _in_vocabulary(token_ids: frozenset[int], num_tokens: int) -> Ids:
     return np.array([token_id for token_id in token_ids if 0 <= token_id < num_tokens], dtype=np.int32)
 
 
@@ -88,7 +88,7 @@ def _biased(row: SamplingRow, num_tokens: int) -> Edit | None:
     return _bias(row.params.logit_bias, num_tokens) if row.params.logit_bias else None
 
 
-@lru_cache(_NUM_REMEMBERED)
+@lru_cache(_NUM_CACHED_SETS)
 def _bias(logit_bias: tuple[tuple[int, float], ...], num_tokens: int) -> Edit:
     """Amounts for a repeated id are added up."""
     amounts: dict[int, float] = {}
@@ -98,17 +98,17 @@ def _bias(logit_bias: tuple[tuple[int, float], ...], num_tokens: int) -> Edit:
     return np.array(list(amounts), dtype=np.int32), np.array(list(amounts.values()), dtype=np.float32)
 
 
-def _repeated(row: SamplingRow) -> Edit | None:
+def _repetition_factors(row: SamplingRow) -> Edit | None:
     if row.history is None or row.params.repetition_penalty == 1:
         return None
-    output_ids, _ = row.history.counted(row.drafts)
+    output_ids, _ = row.history.output_counts(row.drafts)
     return _same_for_all([row.history.prompt_ids, output_ids], row.params.repetition_penalty)
 
 
-def _counted(row: SamplingRow) -> Edit | None:
+def _count_penalties(row: SamplingRow) -> Edit | None:
     if row.history is None or not counts_output(row.params):
         return None
-    ids, counts = row.history.counted(row.drafts)
+    ids, counts = row.history.output_counts(row.drafts)
     return ids, (counts * row.params.frequency_penalty + row.params.presence_penalty).astype(np.float32)
 
 
@@ -120,14 +120,14 @@ def _same_for_all(ids: Sequence[Ids], number: float) -> Edit:
 def _keep_only(logits: mx.array, ids: Mapping[int, Ids | None]) -> mx.array:
     if not (allowed := {row: of_row for row, of_row in ids.items() if of_row is not None}):
         return logits
-    is_closed = mx.array([row in allowed for row in range(logits.shape[0])])[:, None]
+    is_limited = mx.array([row in allowed for row in range(logits.shape[0])])[:, None]
     # Banned by addition: a broken logit stays one (NaN - inf and inf - inf are NaN), so its row is still detected.
-    closed = mx.where(is_closed, logits - mx.inf, logits)
+    limited = mx.where(is_limited, logits - mx.inf, logits)
     positions = _positions(allowed, logits.shape[-1])
-    return _put(closed, positions, mx.take(logits, positions))
+    return _put(limited, positions, mx.take(logits, positions))
 
 
-def _mask_out(logits: mx.array, masks: Mapping[int, Mask]) -> mx.array:
+def _apply_masks(logits: mx.array, masks: Mapping[int, Mask]) -> mx.array:
     """Ban the tokens of these rows whose bit is not set; a mask may be narrower or wider than the logits."""
     if not masks:
         return logits
@@ -137,12 +137,12 @@ def _mask_out(logits: mx.array, masks: Mapping[int, Mask]) -> mx.array:
         width = min(words.shape[1], len(mask))
         words[index, :width] = mask[:width]
     bits = (mx.array(words)[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
-    may_come = bits.reshape(len(masks), -1)[:, :num_tokens] == 1
+    is_allowed = bits.reshape(len(masks), -1)[:, :num_tokens] == 1
     masked = pick(logits, list(masks))
-    groups: list[tuple[Sequence[int], mx.array]] = [(list(masks), mx.where(may_come, masked, masked - mx.inf))]
+    groups: list[tuple[Sequence[int], mx.array]] = [(list(masks), mx.where(is_allowed, masked, masked - mx.inf))]
     if rest := [row for row in range(logits.shape[0]) if row not in masks]:
         groups.append((rest, pick(logits, rest)))
-    return in_order(groups)
+    return merge_groups(groups)
 
 
 def _edit(
@@ -156,7 +156,7 @@ def _edit(
     return _put(logits, positions, change(mx.take(logits, positions), numbers))
 
 
-def _discourage(logits: mx.array, factors: mx.array) -> mx.array:
+def _penalize_repetition(logits: mx.array, factors: mx.array) -> mx.array:
     return mx.where(logits > 0, logits / factors, logits * factors)
 
 

@@ -31,22 +31,22 @@ def draw(weights: mx.array, numbers: npt.NDArray[np.float64]) -> mx.array:
     levels, blocks and then tokens, because one float32 running sum over a large vocabulary loses the tail.
     """
     blocks = in_blocks(weights, 0.0)
-    _, num_blocks, block = blocks.shape
-    borders = mx.cumsum(mx.sum(blocks, axis=-1), axis=-1)
-    total = borders[:, -1:]
+    _, num_blocks, block_size = blocks.shape
+    cumulative = mx.cumsum(mx.sum(blocks, axis=-1), axis=-1)
+    total = cumulative[:, -1:]
 
     # A float32 is too coarse for the draw: its first 24 bits choose the block, the rest refines the position inside it.
     coarse = np.floor(numbers * _COARSE) / _COARSE
     parts = to_device([*coarse.tolist(), *(numbers - coarse).tolist()], mx.float32).reshape(2, -1, 1) * total
     target, rest = (part.squeeze(0) for part in mx.split(parts, 2))
 
-    chosen = mx.minimum(mx.sum(borders <= target, axis=-1, keepdims=True), num_blocks - 1)
-    start = mx.take_along_axis(mx.pad(borders, [(0, 0), (1, 0)]), chosen, axis=-1)
-    inside = mx.take_along_axis(blocks, chosen[:, :, None], axis=1).squeeze(1)
-    passed = mx.sum(mx.cumsum(inside, axis=-1) <= (target - start) + rest, axis=-1, keepdims=True)
+    block_index = mx.minimum(mx.sum(cumulative <= target, axis=-1, keepdims=True), num_blocks - 1)
+    start = mx.take_along_axis(mx.pad(cumulative, [(0, 0), (1, 0)]), block_index, axis=-1)
+    inside = mx.take_along_axis(blocks, block_index[:, :, None], axis=1).squeeze(1)
+    num_passed = mx.sum(mx.cumsum(inside, axis=-1) <= (target - start) + rest, axis=-1, keepdims=True)
     # Both sums are rounded; a position past the block's end means its last possible token.
-    last = mx.max(mx.where(inside > 0, mx.arange(block), 0), axis=-1, keepdims=True)
-    ids = chosen * block + mx.minimum(passed, last)
+    last = mx.max(mx.where(inside > 0, mx.arange(block_size), 0), axis=-1, keepdims=True)
+    ids = block_index * block_size + mx.minimum(num_passed, last)
     return mx.where(total > 0, ids, NO_TOKEN).squeeze(-1).astype(mx.int32)
 
 

@@ -55,7 +55,7 @@ class History:
             self._ids[index] = token_id
             self._counts[index] += 1
 
-    def counted(self, drafts: Sequence[int] = ()) -> tuple[Ids, Counts]:
+    def output_counts(self, drafts: Sequence[int] = ()) -> tuple[Ids, Counts]:
         """The different ids of the output and of drafts after it, in order of first occurrence, and the count of each.
 
         Views that the next `append` may change.

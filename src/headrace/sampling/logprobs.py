@@ -69,9 +69,9 @@ def _most_likely(logits: mx.array, num_top: int) -> mx.array:
     if num_top == 0:
         return mx.zeros((num_rows, 0), dtype=mx.int32)
     blocks = in_blocks(logits, -mx.inf)
-    _, num_blocks, block = blocks.shape
+    _, num_blocks, block_size = blocks.shape
     chosen = _first(mx.max(blocks, axis=-1), mx.arange(num_blocks), min(num_top, num_blocks))[:, :, None]
-    ids = (chosen * block + mx.arange(block)).flatten(1)
+    ids = (chosen * block_size + mx.arange(block_size)).flatten(1)
     candidates = mx.take_along_axis(blocks, chosen, axis=1).flatten(1)
     # A NaN may rank below the padding, whose ids are invalid.
     return mx.minimum(_first(candidates, ids, num_top), num_tokens - 1)

@@ -19,7 +19,7 @@ Mask = npt.NDArray[np.uint32]
 GREEDY_BELOW = 1e-5
 """Below this temperature the most likely token is taken."""
 
-BLOCK = 512
+BLOCK_TOKENS = 512
 """Vocabulary tokens per block."""
 
 
@@ -72,10 +72,10 @@ def pick(values: mx.array, rows: Sequence[int]) -> mx.array:
     return values[to_device(rows, mx.int32)]
 
 
-def in_order(groups: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:
-    """One array in row order from groups of row numbers and values.
+def merge_groups(groups: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:
+    """One array in row order from groups of row numbers and values, at least one.
 
-    Every row is in exactly one group; there is at least one group.
+    Every row is in exactly one group.
     """
     rows = [row for numbers, _ in groups for row in numbers]
     joined = groups[0][1] if len(groups) == 1 else mx.concatenate([values for _, values in groups])
@@ -83,12 +83,12 @@ def in_order(groups: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:
 
 
 def in_blocks(values: mx.array, padding: float) -> mx.array:
-    """[R, V] as [R, B, N]: B blocks of N tokens, N at most BLOCK; the last one is filled with `padding`."""
+    """[R, V] as [R, B, N]: B blocks of N tokens, N at most BLOCK_TOKENS; the last one is filled with `padding`."""
     num_rows, num_tokens = values.shape
-    block = min(BLOCK, num_tokens)
-    num_blocks = -(-num_tokens // block)
-    padded = mx.pad(values, [(0, 0), (0, num_blocks * block - num_tokens)], constant_values=padding)
-    return padded.reshape(num_rows, num_blocks, block)
+    block_size = min(BLOCK_TOKENS, num_tokens)
+    num_blocks = -(-num_tokens // block_size)
+    padded = mx.pad(values, [(0, 0), (0, num_blocks * block_size - num_tokens)], constant_values=padding)
+    return padded.reshape(num_rows, num_blocks, block_size)
 
 
 def row_sums(values: mx.array) -> mx.array:

@@ -12,7 +12,7 @@ from headrace.backend.cuda.row_kernels import most_likely
 from headrace.backend.transfer import to_device
 from headrace.sampling.adjustment import adjust
 from headrace.sampling.draw import NO_TOKEN, draw, uniforms
-from headrace.sampling.rows import SamplingRow, in_order, pick, row_sums
+from headrace.sampling.rows import SamplingRow, merge_groups, pick, row_sums
 from headrace.sampling.truncation import Candidates, masses, truncate
 
 _HOTTEST = float(np.finfo(np.float32).max)
@@ -36,7 +36,7 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
         chosen = [rows[row] for row in random]
         numbers = uniforms([row.params.seed for row in chosen], [row.output_index for row in chosen])
         groups.append((random, draw(random_distribution(pick(logits, random), chosen), numbers)))
-    return in_order(groups) if groups else mx.zeros((0,), dtype=mx.int32)
+    return merge_groups(groups) if groups else mx.zeros((0,), dtype=mx.int32)
 
 
 def random_distribution(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
