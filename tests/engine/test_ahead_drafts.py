@@ -29,7 +29,7 @@ from headrace.speculate.drafter import Drafter, DraftRow
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter
 from headrace.speculate.model import ModelDrafter
-from headrace.speculate.speculator import DraftState, Speculator, Verified
+from headrace.speculate.speculator import DraftState, Speculator, VerifiedWindow
 from headrace.types.events import TokenLogprobs
 from headrace.types.request import GREEDY, GenerationRequest, SamplingParams
 
@@ -215,7 +215,7 @@ async def test_what_steps_take_is_told_with_how_they_follow_each_other(
 
     def report(
         self: Speculator,
-        windows: Sequence[Verified],
+        windows: Sequence[VerifiedWindow],
         seconds: float,
         *,
         is_mixed: bool,

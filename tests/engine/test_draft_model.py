@@ -23,7 +23,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, ModelError
 from headrace.speculate.drafts import Drafts, Source
 from headrace.speculate.ngram import NgramDrafter
-from headrace.speculate.ranking import Ranking, RowRecord
+from headrace.speculate.ranking import Ranking, RowAcceptance
 from headrace.types.request import GREEDY, GenerationRequest
 
 
@@ -178,7 +178,7 @@ def test_answers_of_a_schema_are_drafted_and_stay_the_same(
     monkeypatch.setattr(NgramDrafter, "propose", lambda self, max_tokens: None)
     accepted, report = Counter[Source](), Ranking.report
 
-    def counted(self: Ranking, record: RowRecord, verified: Drafts, num_accepted: int) -> None:
+    def counted(self: Ranking, record: RowAcceptance, verified: Drafts, num_accepted: int) -> None:
         accepted.update(draft.source for draft in verified.ranked[:num_accepted])
         report(self, record, verified, num_accepted)
 

@@ -37,7 +37,7 @@ from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.head import HeadDrafter
-from headrace.speculate.speculator import Speculator, Verified
+from headrace.speculate.speculator import Speculator, VerifiedWindow
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.model import TokenIds
@@ -298,7 +298,7 @@ def test_each_number_of_rows_has_each_number_of_drafts_and_the_head_reads_all_th
     reads: set[int] = set()
     report, read = Speculator.report, MtpHead.read
 
-    def verified(self: Speculator, rows: Sequence[Verified], seconds: float, **others: bool) -> None:
+    def verified(self: Speculator, rows: Sequence[VerifiedWindow], seconds: float, **others: bool) -> None:
         windows.update((len(rows), row.num_verified) for row in rows)
         report(self, rows, seconds, **others)
 

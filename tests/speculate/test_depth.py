@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.speculate.depth import DepthPlanner, DraftForecast
-from headrace.speculate.ranking import Ranking, RowRecord
+from headrace.speculate.ranking import Ranking, RowAcceptance
 from headrace.speculate.step_times import StepTimes
 
 
@@ -72,7 +72,7 @@ def observe(
     """A step without prompts, on a machine that overlaps none."""
     has_attempted = any(depths)
     planner.observe(
-        rows, depths, num_gained, seconds, is_timed=True, is_usual=not has_attempted, has_attempted=has_attempted
+        rows, depths, num_gained, seconds, is_timed=True, is_baseline=not has_attempted, has_attempted=has_attempted
     )
 
 
@@ -132,7 +132,7 @@ class Run:
     ) -> None:
         self.machine, self.max_depth, self.disturbed = machine, max_depth, disturbed
         self.planner, self.ranking = DepthPlanner(), Ranking()
-        self.records = [RowRecord() for _ in range(num_rows)]
+        self.records = [RowAcceptance() for _ in range(num_rows)]
         self.rng = np.random.default_rng(3)
         self.noise = np.random.default_rng(4)
         self.depths: list[tuple[int, ...]] = []
@@ -341,7 +341,7 @@ def test_nothing_is_drafted_before_steps_without_drafts_were_timed() -> None:
 def test_steps_with_prompts_tell_nothing_about_times() -> None:
     planner, rows = DepthPlanner(), [forecast(0.9)]
     for _ in range(9):
-        planner.observe(rows, (0,), 1, 0.01, is_timed=False, is_usual=True, has_attempted=False)
+        planner.observe(rows, (0,), 1, 0.01, is_timed=False, is_baseline=True, has_attempted=False)
     assert planner.times(1).undrafted_s(1000) is None
 
 
@@ -352,9 +352,15 @@ def test_steps_without_drafts_are_timed_again() -> None:
     for _ in range(300):
         depths.append(planner.plan(rows)[0] if planner.is_due(rows) else 0)
         seconds = gpu(StepShape(1, depths[-1], depths[-1], 1000))
-        is_usual = depths[-2:] == [0, 0]
+        is_baseline = depths[-2:] == [0, 0]
         planner.observe(
-            rows, depths[-1:], 1 + depths[-1], seconds, is_timed=True, is_usual=is_usual, has_attempted=depths[-1] > 0
+            rows,
+            depths[-1:],
+            1 + depths[-1],
+            seconds,
+            is_timed=True,
+            is_baseline=is_baseline,
+            has_attempted=depths[-1] > 0,
         )
     assert [step for step, depth in enumerate(depths) if depth == 0] == [128, 129, 258, 259]
 
@@ -368,7 +374,7 @@ def test_attempts_that_find_nothing_take_a_quarter_of_what_flows_in() -> None:
         attempts += [step] * is_due
         assert planner.plan(rows) == (0,)
         planner.observe(
-            rows, (0,), 1, 0.0125 if is_due else 0.01, is_timed=True, is_usual=not is_due, has_attempted=is_due
+            rows, (0,), 1, 0.0125 if is_due else 0.01, is_timed=True, is_baseline=not is_due, has_attempted=is_due
         )
     # the first are free as long as their cost is not known, and the last are as the budget is nearly full
     assert {later - earlier for earlier, later in itertools.pairwise(attempts[2:7])} <= {66, 67, 68}
@@ -386,7 +392,7 @@ def test_attempts_go_on_where_the_budget_is_full() -> None:
             1,
             0.02 if is_due[-1] else 0.01,
             is_timed=True,
-            is_usual=not is_due[-1],
+            is_baseline=not is_due[-1],
             has_attempted=is_due[-1],
         )
     assert sum(is_due[2000:]) > 10
@@ -402,7 +408,7 @@ def test_attempts_go_on_beside_prompts() -> None:
         attempts += [step] * planner.is_due(rows)
         is_due = planner.is_due(rows)
         assert planner.plan(rows) == (0,)
-        planner.observe(rows, (0,), 1, 3.0, is_timed=False, is_usual=False, has_attempted=is_due)
+        planner.observe(rows, (0,), 1, 3.0, is_timed=False, is_baseline=False, has_attempted=is_due)
     assert {later - earlier for earlier, later in itertools.pairwise(attempts)} <= {66, 67, 68}
     assert len(attempts) > 3
 

@@ -13,7 +13,7 @@ from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.ranking import Ranking
-from headrace.speculate.speculator import DraftState, Speculator, Verified
+from headrace.speculate.speculator import DraftState, Speculator, VerifiedWindow
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 from headrace.types.request import SamplingParams
@@ -66,12 +66,12 @@ class Row:
         self._machine.work(LOOK_S)  # only a row that is due at is asked
         return ()
 
-    def step(self, chance: float) -> Verified:
+    def step(self, chance: float) -> VerifiedWindow:
         num_drafts = self.draft_state.drafts.num_drafts
         wrong = (place for place in range(num_drafts) if self._machine.dice.random() >= chance)
         num_accepted = next(wrong, num_drafts)
         self.token_ids = self._text[: len(self.token_ids) + 1 + num_accepted]
-        return Verified(self.draft_state, num_drafts, num_accepted, is_stopped=False)
+        return VerifiedWindow(self.draft_state, num_drafts, num_accepted, is_stopped=False)
 
 
 def tokens_a_row_ms(machine: Machine, num_rows: int, chance: float, num_steps: int, *, repeats: bool = False) -> float:

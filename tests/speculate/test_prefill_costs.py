@@ -14,7 +14,7 @@ from headrace.speculate.depth import DepthPlanner
 from headrace.speculate.drafter import DraftRow
 from headrace.speculate.drafts import DraftBatch
 from headrace.speculate.ranking import Ranking
-from headrace.speculate.speculator import DraftState, Speculator, Verified
+from headrace.speculate.speculator import DraftState, Speculator, VerifiedWindow
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
 
@@ -100,14 +100,14 @@ class Row:
         self._machine.now += self._machine.costs.attempt  # only a row that is due is asked
         return ()
 
-    def step(self, chance: float) -> Verified:
+    def step(self, chance: float) -> VerifiedWindow:
         num_drafts = self.draft_state.drafts.num_drafts
         wrong = (place for place in range(num_drafts) if self._machine.dice.random() >= chance)
         num_accepted = min(next(wrong, num_drafts), self.left - 1)
         self.left -= 1 + num_accepted
         self.room -= 1 + num_accepted
         self.token_ids = range(self.token_ids.start, self.token_ids.stop + 1 + num_accepted)
-        return Verified(self.draft_state, num_drafts, num_accepted, is_stopped=not self.left)
+        return VerifiedWindow(self.draft_state, num_drafts, num_accepted, is_stopped=not self.left)
 
 
 def tokens_per_s(

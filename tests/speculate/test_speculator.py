@@ -13,7 +13,7 @@ from headrace.sampling.rows import SamplingRow
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.head import HeadDrafter
 from headrace.speculate.ranking import Ranking
-from headrace.speculate.speculator import DraftState, Speculator, Verified
+from headrace.speculate.speculator import DraftState, Speculator, VerifiedWindow
 from headrace.state.hidden import NUM_AGAIN, HiddenState
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -123,7 +123,7 @@ def test_nothing_is_learned_from_the_time_of_a_step_that_had_to_be_compiled() ->
         compute(state, 1)
         speculator.draft([Drafting(row, state, list(range(length + 1)))])
         head.num_new_variants = num_new_variants
-        speculator.report([Verified(row, 0, 0, False)], 0.01, is_mixed=False)
+        speculator.report([VerifiedWindow(row, 0, 0, False)], 0.01, is_mixed=False)
         known.append(planner.times(1).undrafted_s(length + 1))
     assert known == [None, None, None, 0.01]
 
@@ -144,7 +144,9 @@ def test_while_no_attempt_is_due_steps_are_overlapped_and_no_row_is_drafted_for(
     rows = [sequence(speculator, length) for length in (5, 7)]
     speculator.draft(rows)
     speculator.report(
-        [Verified(one.draft_state, one.draft_state.drafts.num_drafts, 0, False) for one in rows], 0.08, is_mixed=False
+        [VerifiedWindow(one.draft_state, one.draft_state.drafts.num_drafts, 0, False) for one in rows],
+        0.08,
+        is_mixed=False,
     )
     assert speculator.may_overlap([one.draft_state for one in rows])
     speculator.draft(rows)
@@ -168,7 +170,7 @@ def test_accepted_drafts_are_followed_by_an_attempt() -> None:
         speculator.draft([one])
         assert one.draft_state.drafts.num_drafts > 0
         speculator.report(
-            [Verified(one.draft_state, one.draft_state.drafts.num_drafts, 1, False)], 0.011, is_mixed=False
+            [VerifiedWindow(one.draft_state, one.draft_state.drafts.num_drafts, 1, False)], 0.011, is_mixed=False
         )
 
 
@@ -202,7 +204,7 @@ def test_steps_without_drafts_are_timed_first_and_may_overlap() -> None:
         assert speculator.may_overlap([one.draft_state])
         speculator.draft([one])
         assert one.draft_state.drafts.num_drafts == 0
-        speculator.report([Verified(one.draft_state, 0, 0, False)], 0.01, is_mixed=False)
+        speculator.report([VerifiedWindow(one.draft_state, 0, 0, False)], 0.01, is_mixed=False)
     assert not speculator.may_overlap([one.draft_state])
     speculator.draft([one])
     assert one.draft_state.drafts.num_drafts > 0
@@ -229,7 +231,7 @@ def test_only_steps_between_two_others_tell_what_overlapped_steps_take() -> None
     for was_ahead, goes_ahead, is_mixed in ((False, True, False), (True, False, False), (True, True, True)):
         for _ in range(9):
             speculator.report(
-                [Verified(one.draft_state, 0, 0, False)],
+                [VerifiedWindow(one.draft_state, 0, 0, False)],
                 0.004,
                 is_mixed=is_mixed,
                 was_ahead=was_ahead,
@@ -238,6 +240,6 @@ def test_only_steps_between_two_others_tell_what_overlapped_steps_take() -> None
         assert planner.times(1).undrafted_s(6) is None
     for _ in range(3):
         speculator.report(
-            [Verified(one.draft_state, 0, 0, False)], 0.004, is_mixed=False, was_ahead=True, goes_ahead=True
+            [VerifiedWindow(one.draft_state, 0, 0, False)], 0.004, is_mixed=False, was_ahead=True, goes_ahead=True
         )
     assert planner.times(1).undrafted_s(6) == 0.004

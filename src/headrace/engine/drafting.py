@@ -27,7 +27,7 @@ from headrace.speculate.drafter import Drafter, DraftRow
 from headrace.speculate.head import HeadDrafter
 from headrace.speculate.model import LATEST_TOKENS, ModelDrafter, most_tokens
 from headrace.speculate.ranking import Ranking
-from headrace.speculate.speculator import Speculator, Verified
+from headrace.speculate.speculator import Speculator, VerifiedWindow
 from headrace.speculate.step_times import PASS_SHARE, StepTimes
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -98,7 +98,7 @@ class StepReports:
         if self._speculator is None or not windows:
             return
         verified = [
-            Verified(
+            VerifiedWindow(
                 one.live.drafted,
                 one.num_drafts,
                 max(0, len(one.gained) - 1),

@@ -25,7 +25,7 @@ from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafter import Drafter
 from headrace.speculate.drafts import Drafts, RankedDraft, Source
-from headrace.speculate.ranking import Ranking, RowRecord
+from headrace.speculate.ranking import Ranking, RowAcceptance
 from headrace.speculate.speculator import Speculator
 from headrace.state.sequence import StateCost
 from headrace.state.slabs import StatePool
@@ -261,7 +261,7 @@ class _PlannedDrafts(Ranking):
         super().__init__()
         self.drafts = NO_DRAFTS
 
-    def best(self, record: RowRecord, max_drafts: int, **others: Any) -> Drafts:
+    def best(self, acceptance: RowAcceptance, max_drafts: int, **others: Any) -> Drafts:
         number = min(self.drafts.number, max_drafts)
         if self.drafts.by_model:
             return Drafts((), (RankedDraft(Source.MODEL, 0, 1.0),) * number)

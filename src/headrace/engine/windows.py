@@ -18,7 +18,7 @@ from headrace.models.step import QueryRecorder, Row
 from headrace.sampling.history import History
 from headrace.sampling.rows import SamplingRow
 from headrace.speculate.drafter import EntryMedia
-from headrace.speculate.drafts import NOTHING, Drafts
+from headrace.speculate.drafts import NO_DRAFTS, Drafts
 from headrace.speculate.speculator import DraftState
 from headrace.speculate.verify import gained_tokens, window_rows
 from headrace.state.records import SequenceRecord
@@ -92,7 +92,7 @@ class LiveSequence:
 
     @property
     def draft_state(self) -> DraftState:
-        """Its draft state, if there is drafting. This and the following make it the speculator's `Drafting`."""
+        """Its draft state, if there is drafting. This and the following make it a `DraftableSequence`."""
         assert self.drafted is not None
         return self.drafted
 
@@ -135,7 +135,7 @@ class Window:
 
     chunk: Chunk
     live: LiveSequence
-    drafts: Drafts = NOTHING
+    drafts: Drafts = NO_DRAFTS
     num_drafts: int = 0
     draft_ids: tuple[int, ...] | None = ()
     masks: tuple[Mask | None, ...] | None = None
@@ -260,7 +260,7 @@ def open_window(chunk: Chunk, live: LiveSequence) -> Window:
 
     Penalties and constraints depend on the text before each position, so such rows need the drafts' ids.
     """
-    drafts = NOTHING
+    drafts = NO_DRAFTS
     if live.drafted is not None and chunk.num_drafts:
         drafts = live.drafted.drafts.first(chunk.num_drafts)
     must_know = live.history is not None or live.constraint is not None or drafts.batch is None

@@ -52,9 +52,9 @@ def measure_acceptance(
         _advance(trunk, [row], len(row[1]))
     drafts_at: list[list[tuple[int, ...]]] = []
     for _ in range(num_tokens):
-        drafted = drafter.draft([DraftRow(state, token_ids, depth, GREEDY_ROW) for state, token_ids in rows])
-        mx.eval(drafted.arrays, [state.arrays() for state, _ in rows])
-        drafts_at.append([drafted.read(number, depth) for number in range(len(rows))])
+        batch = drafter.draft([DraftRow(state, token_ids, depth, GREEDY_ROW) for state, token_ids in rows])
+        mx.eval(batch.arrays, [state.arrays() for state, _ in rows])
+        drafts_at.append([batch.read(number, depth) for number in range(len(rows))])
         _advance(trunk, rows)
     for _ in range(depth - 1):
         _advance(trunk, rows)

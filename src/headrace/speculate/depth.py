@@ -20,7 +20,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from headrace.speculate.step_times import PASS_SHARE, TIME_EVERY, StepTimes, bucket
+from headrace.speculate.step_times import PASS_SHARE, RETIME_EVERY, StepTimes, bucket
 
 _BUDGET_SHARE = 0.015
 """Share of the time without drafts that may be lost."""
@@ -63,7 +63,7 @@ class DraftForecast(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Load:
+class _BatchStats:
     """What is known of steps of about the same number of rows.
 
     full: the budget at most. due_at: at this budget an attempt to draft is due.
@@ -85,7 +85,7 @@ class DepthPlanner:
     def __init__(self, pass_share: float = PASS_SHARE) -> None:
         """pass_share: see StepTimes."""
         self._pass_share = pass_share
-        self._loads: dict[int, _Load] = {}
+        self._stats_by_bucket: dict[int, _BatchStats] = {}
         self._has_prefilled = False
         self._since_timed = 0
         """Steps with drafts."""
@@ -93,19 +93,19 @@ class DepthPlanner:
         """Consecutive steps without drafts."""
 
     def times(self, num_rows: int) -> StepTimes:
-        return self._load(num_rows).times
+        return self._stats(num_rows).times
 
-    def _load(self, num_rows: int) -> _Load:
-        if (found := self._loads.get(bucket(num_rows))) is None:
+    def _stats(self, num_rows: int) -> _BatchStats:
+        if (found := self._stats_by_bucket.get(bucket(num_rows))) is None:
             # what drafts have gained with other numbers of rows says that they are worth trying
-            budget = max([load.budget for load in self._loads.values()], default=_FIRST_BUDGET)
-            found = _Load(StepTimes(num_rows, self._pass_share), max(budget, _FIRST_BUDGET))
-            self._loads[bucket(num_rows)] = found
+            budget = max([stats.budget for stats in self._stats_by_bucket.values()], default=_FIRST_BUDGET)
+            found = _BatchStats(StepTimes(num_rows, self._pass_share), max(budget, _FIRST_BUDGET))
+            self._stats_by_bucket[bucket(num_rows)] = found
         return found
 
     def is_due(self, rows: Sequence[DraftForecast]) -> bool:
-        load = self._load(len(rows))
-        return load.budget >= load.due_at and not self._is_timing(rows)
+        stats = self._stats(len(rows))
+        return stats.budget >= stats.due_at and not self._is_timing(rows)
 
     def prefills(self, rows: Sequence[DraftForecast]) -> list[int]:
         """The rows whose texts the draft model should process now, the cheapest first.
@@ -114,8 +114,8 @@ class DepthPlanner:
         pay off together, or none. The budget pays in advance of what the drafts gain; it is raised for the very first
         text, before which nothing is known.
         """
-        load, num_context = self._load(len(rows)), _num_context(rows)
-        load.prefill_at, undrafted_s = math.inf, load.times.undrafted_s(num_context)
+        stats, num_context = self._stats(len(rows)), _num_context(rows)
+        stats.prefill_at, undrafted_s = math.inf, stats.times.undrafted_s(num_context)
         if undrafted_s is None or self._is_timing(rows):
             return []
         costs = {number: row.prefill_s / undrafted_s for number, row in enumerate(rows) if row.prefill_s}
@@ -125,15 +125,15 @@ class DepthPlanner:
         waiting.sort(key=costs.__getitem__)
         if not self._has_prefilled:
             self._has_prefilled = True
-            load.budget += costs[waiting[0]]
+            stats.budget += costs[waiting[0]]
         chosen, needed = self._cheapest_useful(rows, waiting, costs)
-        load.full = max(load.full, needed)
-        if needed > load.budget:
-            load.prefill_at = needed
+        stats.full = max(stats.full, needed)
+        if needed > stats.budget:
+            stats.prefill_at = needed
             return []
         for number in waiting[len(chosen) :]:
             needed += costs[number]
-            if needed > load.budget:
+            if needed > stats.budget:
                 break
             chosen.append(number)
         return chosen
@@ -159,21 +159,21 @@ class DepthPlanner:
 
     def plan(self, rows: Sequence[DraftForecast]) -> tuple[int, ...]:
         """Number of drafts for each of the step's decoding rows, at most as many as its survival has entries."""
-        load = self._load(len(rows))
-        load.useful_at = math.inf
+        stats = self._stats(len(rows))
+        stats.useful_at = math.inf
         if not any(row.survival for row in rows) or self._is_timing(rows):
             return (0,) * len(rows)
-        fastest, load.useful_at = self._fastest(rows, load.budget)
+        fastest, stats.useful_at = self._fastest(rows, stats.budget)
         if any(fastest):
             return fastest
         tried = _likeliest(rows)
-        needed = min(_TRY_RESERVE * self._cost(rows, sum(tried), _num_passes(rows, tried)), load.full)
-        load.useful_at = min(load.useful_at, needed)
-        return tried if load.budget >= needed else fastest
+        needed = min(_TRY_RESERVE * self._cost(rows, sum(tried), _num_passes(rows, tried)), stats.full)
+        stats.useful_at = min(stats.useful_at, needed)
+        return tried if stats.budget >= needed else fastest
 
     def _is_timing(self, rows: Sequence[DraftForecast]) -> bool:
         """Whether the next step has no drafts because the time without them is unknown, or was measured long ago."""
-        is_late = self._since_timed >= TIME_EVERY and self._num_undrafted < _TIMING_STEPS
+        is_late = self._since_timed >= RETIME_EVERY and self._num_undrafted < _TIMING_STEPS
         return is_late or self.times(len(rows)).undrafted_s(_num_context(rows)) is None
 
     def _cost(self, rows: Sequence[DraftForecast], num_drafts: int, num_passes: int) -> float:
@@ -206,7 +206,7 @@ class DepthPlanner:
         seconds: float,
         *,
         is_timed: bool,
-        is_usual: bool,
+        is_baseline: bool,
         has_attempted: bool,
         may_draft: bool = True,
         prefill_s: float = 0.0,
@@ -215,20 +215,20 @@ class DepthPlanner:
 
         rows, depths: as planned and executed. num_gained: tokens of these rows, accepted drafts included. seconds: of
         the whole step, the drafter's passes included. is_timed: whether that is the time of these rows alone, without
-        prompts or compilation. is_usual: whether the step took as long as if nothing were ever drafted. has_attempted:
-        whether drafts were looked for. may_draft: whether any row may have some, without which no budget comes in.
-        prefill_s: of the draft model before the step, not in `seconds`.
+        prompts or compilation. is_baseline: whether the step took as long as if nothing were ever drafted.
+        has_attempted: whether drafts were looked for. may_draft: whether any row may have some; if not, no budget flows
+        in. prefill_s: of the draft model before the step, not in `seconds`.
         """
         num_drafts, num_passes = sum(depths), _num_passes(rows, depths)
         self._since_timed += num_drafts > 0
         self._num_undrafted = 0 if num_drafts else self._num_undrafted + 1
-        if self._num_undrafted >= _TIMING_STEPS or (is_timed and is_usual):
+        if self._num_undrafted >= _TIMING_STEPS or (is_timed and is_baseline):
             self._since_timed = 0
         if not rows:
             return
-        load, num_context = self._load(len(rows)), _num_context(rows)
-        times = load.times
-        if is_timed and is_usual:
+        stats, num_context = self._stats(len(rows)), _num_context(rows)
+        times = stats.times
+        if is_timed and is_baseline:
             times.observe_undrafted(num_context, seconds)
         elif is_timed and has_attempted:
             times.observe(num_context, num_drafts, num_passes, seconds)
@@ -242,11 +242,12 @@ class DepthPlanner:
             bound = times.upper_bound(num_drafts, num_passes)
             taken = min(seconds / undrafted_s, 2 * taken) if is_timed else bound
         # losses beyond what the budget was to cover were disturbances, but those of a prefill are paid back
-        budget = max(load.budget + (1 + _BUDGET_SHARE) * gained - taken, min(load.budget, 0.0))
-        load.budget = min(max(budget - prefill_s / undrafted_s, -load.full), load.full)
+        budget = max(stats.budget + (1 + _BUDGET_SHARE) * gained - taken, min(stats.budget, 0.0))
+        stats.budget = min(max(budget - prefill_s / undrafted_s, -stats.full), stats.full)
         if has_attempted:
-            again_at = load.budget + _ATTEMPT_RESERVE * self._cost(rows, 0, 0)
-            load.due_at = 0.0 if num_gained > len(rows) else min(load.useful_at, load.prefill_at, again_at, load.full)
+            again_at = stats.budget + _ATTEMPT_RESERVE * self._cost(rows, 0, 0)
+            next_at = min(stats.useful_at, stats.prefill_at, again_at, stats.full)
+            stats.due_at = 0.0 if num_gained > len(rows) else next_at
 
 
 class _Draft(NamedTuple):

@@ -63,7 +63,7 @@ class Drafter:
     def catch_up(self, rows: Sequence[DraftRow]) -> None:
         """Process the pending tokens, as before states are stored. The last known token is left for `draft`."""
 
-    def skip(self, state: SequenceState) -> None:
+    def stop(self, state: SequenceState) -> None:
         """Drop what is kept of a sequence that is not drafted for any more."""
         raise NotImplementedError
 

@@ -105,7 +105,7 @@ class Drafts:
         return self.batch.read(self.row, self.num_drafts)
 
 
-NOTHING = Drafts((), ())
+NO_DRAFTS = Drafts((), ())
 
 
 def packed_ids(windows: Sequence[tuple[Sequence[int], Drafts]]) -> mx.array | None:

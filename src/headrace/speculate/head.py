@@ -30,7 +30,7 @@ class HeadDrafter(Drafter):
         if behind := [row for row in rows if self.num_pending(row.state) > 0]:
             self._process(behind, 0, launch=True)
 
-    def skip(self, state: SequenceState) -> None:
+    def stop(self, state: SequenceState) -> None:
         self._head.hidden_of(state).mark_processed(state.length + 1)
 
     def draft(self, rows: Sequence[DraftRow]) -> DraftBatch:

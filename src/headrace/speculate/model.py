@@ -58,7 +58,7 @@ class ModelDrafter(Drafter):
         self._target = target
         self._most_tokens = most_tokens - MOST_DRAFTS
         self._chunk_tokens = chunk_tokens
-        self._latest = min(LATEST_TOKENS, self._most_tokens // 2)
+        self._latest_tokens = min(LATEST_TOKENS, self._most_tokens // 2)
         self._token_times = RecentTimes[None]()
         """Seconds per token of long chunks."""
 
@@ -66,7 +66,7 @@ class ModelDrafter(Drafter):
     def num_new_variants(self) -> int:
         return self._target.num_new_variants + self._model.num_new_variants
 
-    def skip(self, state: SequenceState) -> None:
+    def stop(self, state: SequenceState) -> None:
         state.drop_draft_model()
 
     def time_prefill(self, token_ids: Sequence[int]) -> None:
@@ -114,8 +114,8 @@ class ModelDrafter(Drafter):
     def _start(self, state: SequenceState, num_known: int) -> int:
         """The first of the known tokens that is still to be processed."""
         own = state.draft_model
-        if own is None or num_known - own.end > self._latest or num_known - own.start > self._most_tokens:
-            return max(0, num_known - self._latest)
+        if own is None or num_known - own.end > self._latest_tokens or num_known - own.start > self._most_tokens:
+            return max(0, num_known - self._latest_tokens)
         return own.end
 
     def _own_state(self, state: SequenceState, num_known: int) -> DraftModelState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.speculate.drafts import NOTHING, Drafts, RankedDraft, Source
+from headrace.speculate.drafts import NO_DRAFTS, Drafts, RankedDraft, Source
 
 _PRIOR = 3
 """Outcomes that an estimate weighs before any was observed."""
@@ -38,7 +38,7 @@ class Proposal:
     confidences: tuple[float, ...]
 
 
-class RowRecord:
+class RowAcceptance:
     """One row's accepted drafts against the expected ones; older outcomes fade."""
 
     __slots__ = ("_expected", "_accepted")
@@ -66,7 +66,7 @@ class Ranking:
 
     def best(
         self,
-        record: RowRecord,
+        acceptance: RowAcceptance,
         max_drafts: int,
         *,
         forced: Sequence[int] = (),
@@ -80,27 +80,27 @@ class Ranking:
         num_model: drafts available from the head or draft model, 0 without one. A copy is preferred to equal drafts of
         these, because it needs no pass.
         """
-        best, certain = NOTHING, (_CERTAIN,) * len(forced)
+        best, certain = NO_DRAFTS, (_CERTAIN,) * len(forced)
         if forced:
             best = Drafts(tuple(forced), certain).first(max_drafts)
         elif num_model:
-            best = self._of_model(record, min(num_model, max_drafts))
+            best = self._of_model(acceptance, min(num_model, max_drafts))
         if copied is not None and copied.token_ids[: len(forced)] == tuple(forced):
-            rest = self._copied(record, copied.confidences[len(forced) :])
+            rest = self._copied(acceptance, copied.confidences[len(forced) :])
             copy = Drafts(copied.token_ids, certain + rest).first(max_drafts)
             best = copy if sum(copy.survival) >= sum(best.survival) else best
         return best
 
-    def _copied(self, record: RowRecord, confidences: Sequence[float]) -> tuple[RankedDraft, ...]:
-        factor = record.factor(Source.COPY)
+    def _copied(self, acceptance: RowAcceptance, confidences: Sequence[float]) -> tuple[RankedDraft, ...]:
+        factor = acceptance.factor(Source.COPY)
         by_confidence = {
             each: self._draft(factor, Source.COPY, min(int(each * _NUM_GRADES), _NUM_GRADES - 1), each)
             for each in dict.fromkeys(confidences)
         }
         return tuple([by_confidence[each] for each in confidences])
 
-    def _of_model(self, record: RowRecord, num_drafts: int) -> Drafts:
-        factor = record.factor(Source.MODEL)
+    def _of_model(self, acceptance: RowAcceptance, num_drafts: int) -> Drafts:
+        factor = acceptance.factor(Source.MODEL)
         drafts = [self._draft(factor, Source.MODEL, depth, _MODEL_ACCEPTANCE) for depth in range(num_drafts)]
         return Drafts((), tuple(drafts))
 
@@ -108,7 +108,7 @@ class Ranking:
         mean, _ = self._means.get((source, grade), (assumed, _PRIOR))
         return RankedDraft(source, grade, min(mean * factor, _HIGHEST))
 
-    def report(self, record: RowRecord, verified: Drafts, num_accepted: int) -> None:
+    def report(self, acceptance: RowAcceptance, verified: Drafts, num_accepted: int) -> None:
         """Learn from verified drafts, of which the first `num_accepted` were accepted.
 
         Drafts after the first rejected one are ignored.
@@ -118,7 +118,7 @@ class Ranking:
                 continue
             is_accepted = number < num_accepted
             mean, count = self._means.get((draft.source, draft.grade), (draft.estimate, _PRIOR))
-            record.update(draft.source, mean, is_accepted)
+            acceptance.update(draft.source, mean, is_accepted)
             count = min(count + 1, _MEMORY)
             self._means[draft.source, draft.grade] = mean + (is_accepted - mean) / count, count
 

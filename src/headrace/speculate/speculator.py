@@ -13,9 +13,9 @@ from headrace.isolation import isolated
 from headrace.sampling.rows import SamplingRow
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafter import Drafter, DraftRow, EntryMedia
-from headrace.speculate.drafts import NOTHING, Drafts
+from headrace.speculate.drafts import NO_DRAFTS, Drafts
 from headrace.speculate.ngram import NgramDrafter
-from headrace.speculate.ranking import Ranking, RowRecord
+from headrace.speculate.ranking import Ranking, RowAcceptance
 from headrace.state.sequence import SequenceState
 
 logger = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ class DraftState:
     """
 
     max_drafts: int
-    drafts: Drafts = NOTHING
+    drafts: Drafts = NO_DRAFTS
     forecast: DraftForecast = DraftForecast((), False, 0)
-    record: RowRecord = field(default_factory=RowRecord)
-    copies: NgramDrafter | None = None
+    acceptance: RowAcceptance = field(default_factory=RowAcceptance)
+    ngram: NgramDrafter | None = None
     has_failed: bool = False
 
     @property
@@ -47,14 +47,14 @@ class DraftState:
 
     def begin_step(self, num_context: int) -> None:
         """Drop the last step's drafts. num_context: tokens of the sequence."""
-        self.drafts, self.forecast = NOTHING, DraftForecast((), False, num_context)
+        self.drafts, self.forecast = NO_DRAFTS, DraftForecast((), False, num_context)
 
     def fail(self) -> None:
-        self.drafts, self.has_failed = NOTHING, True
+        self.drafts, self.has_failed = NO_DRAFTS, True
         self.forecast = self.forecast._replace(survival=(), uses_model=False, prefill_s=0.0)
 
 
-class Drafting(Protocol):
+class DraftableSequence(Protocol):
     """A sequence between two steps that may be drafted for. Its properties are only read when needed."""
 
     @property
@@ -90,7 +90,7 @@ class Drafting(Protocol):
 
 
 @dataclass(slots=True)  # not frozen, which costs several times as much for each row in each step
-class Verified:
+class VerifiedWindow:
     """A row's window of a step: its drafts, how many were accepted, and whether it ended at a stop token."""
 
     draft_state: DraftState
@@ -125,87 +125,89 @@ class Speculator:
         """Whether the next step may be launched before this one's tokens are known: no attempt to draft is due."""
         return not (any(row.may_draft for row in rows) and self._planner.is_due([row.forecast for row in rows]))
 
-    def draft(self, decoding: Sequence[Drafting]) -> None:
-        """Propose drafts for the rows' next step, for each as many as pay off.
+    def draft(self, sequences: Sequence[DraftableSequence]) -> None:
+        """Propose drafts for the sequences' next step, for each as many as pay off.
 
-        Proposes none if the next step of any row is launched already.
+        Proposes none if the next step of any of them is launched already.
         """
-        rows = [one.draft_state for one in decoding]
-        for one, row in zip(decoding, rows, strict=True):
-            row.begin_step(len(one.token_ids))
-            if row.has_failed:
-                self.drafter.skip(one.state)
-        self._has_attempted = not any(one.is_ahead for one in decoding) and not self.may_overlap(rows)
+        for one in sequences:
+            one.draft_state.begin_step(len(one.token_ids))
+            if one.draft_state.has_failed:
+                self.drafter.stop(one.state)
+        is_launched = any(one.is_ahead for one in sequences)
+        self._has_attempted = not is_launched and not self.may_overlap([one.draft_state for one in sequences])
         self._prefill_s = 0.0
         if self._has_attempted:
-            self._attempt(decoding, rows)
+            self._attempt(sequences)
         self._catch_up_pending(
-            [one for one, row in zip(decoding, rows, strict=True) if not (row.has_failed or row.drafts.ranked)]
+            [one for one in sequences if not (one.draft_state.has_failed or one.draft_state.drafts.ranked)]
         )
 
-    def _attempt(self, decoding: Sequence[Drafting], rows: Sequence[DraftState]) -> None:
-        drafted = [(one, row) for one, row in zip(decoding, rows, strict=True) if row.may_draft]
-        for one, row in drafted:
-            with self._isolated([row]):
-                self._rank(one, row, uses_model=True)
-        if any(row.forecast.prefill_s for row in rows):
-            self._prefill(decoding, rows)
-        with self._isolated([row for _, row in drafted]):
-            for row, depth in zip(rows, self._planner.plan([row.forecast for row in rows]), strict=True):
-                row.drafts = row.drafts.first(depth)
-            self._draft_by_model([(one, row) for one, row in drafted if row.drafts.uses_model])
+    def _attempt(self, sequences: Sequence[DraftableSequence]) -> None:
+        states = [one.draft_state for one in sequences]
+        drafted = [one for one in sequences if one.draft_state.may_draft]
+        for one in drafted:
+            with self._isolated([one.draft_state]):
+                self._rank(one, uses_model=True)
+        if any(state.forecast.prefill_s for state in states):
+            self._prefill(sequences)
+        with self._isolated([one.draft_state for one in drafted]):
+            for state, depth in zip(states, self._planner.plan([state.forecast for state in states]), strict=True):
+                state.drafts = state.drafts.first(depth)
+            self._draft_by_model([one for one in drafted if one.draft_state.drafts.uses_model])
 
-    def _rank(self, one: Drafting, row: DraftState, *, uses_model: bool) -> None:
-        """Find all that could be drafted for a row, after any prefill that the drafter needs."""
-        token_ids, room = one.token_ids, one.room
-        limit = min(row.max_drafts, room)
+    def _rank(self, sequence: DraftableSequence, *, uses_model: bool) -> None:
+        """Find all that could be drafted for a sequence, after any prefill that the drafter needs."""
+        token_ids, room, state = sequence.token_ids, sequence.room, sequence.draft_state
+        limit = min(state.max_drafts, room)
         if limit < 1:
             return
-        if row.copies is None:
-            row.copies = NgramDrafter(token_ids)
+        if state.ngram is None:
+            state.ngram = NgramDrafter(token_ids)
         else:
-            row.copies.append(token_ids[len(row.copies) :])
-        forced, copied = one.forced_tokens(limit), row.copies.propose(limit)
+            state.ngram.append(token_ids[len(state.ngram) :])
+        forced, copied = sequence.forced_tokens(limit), state.ngram.propose(limit)
         num_model = limit * uses_model
-        row.drafts = self._ranking.best(row.record, limit, forced=forced, copied=copied, num_model=num_model)
-        needs_model = row.drafts.uses_model
-        prefill_s = self.drafter.prefill_s(one.state, len(token_ids)) if needs_model else 0.0
-        row.forecast = DraftForecast(row.drafts.survival, needs_model, len(token_ids), prefill_s, room)
+        state.drafts = self._ranking.best(state.acceptance, limit, forced=forced, copied=copied, num_model=num_model)
+        needs_model = state.drafts.uses_model
+        prefill_s = self.drafter.prefill_s(sequence.state, len(token_ids)) if needs_model else 0.0
+        state.forecast = DraftForecast(state.drafts.survival, needs_model, len(token_ids), prefill_s, room)
 
-    def _prefill(self, decoding: Sequence[Drafting], rows: Sequence[DraftState]) -> None:
-        """Let the draft model process texts that it lacks. Rows that still lack some get what can be drafted now."""
-        with self._isolated([row for row in rows if row.may_draft]):
-            chosen = self._planner.prefills([row.forecast for row in rows])
+    def _prefill(self, sequences: Sequence[DraftableSequence]) -> None:
+        """Let the draft model process texts that it lacks; until then sequences get drafts that need no model."""
+        states = [one.draft_state for one in sequences]
+        with self._isolated([state for state in states if state.may_draft]):
+            chosen = self._planner.prefills([state.forecast for state in states])
             if chosen:
-                texts = [(decoding[number].state, decoding[number].token_ids) for number in chosen]
+                texts = [(sequences[number].state, sequences[number].token_ids) for number in chosen]
                 self._prefill_s = self.drafter.prefill(texts)
-        for one, row in zip(decoding, rows, strict=True):
-            with self._isolated([row]):
-                if row.forecast.prefill_s and self.drafter.prefill_s(one.state, row.forecast.num_context):
-                    self._rank(one, row, uses_model=False)
-                row.forecast = row.forecast._replace(prefill_s=0.0)
+        for one, state in zip(sequences, states, strict=True):
+            with self._isolated([state]):
+                if state.forecast.prefill_s and self.drafter.prefill_s(one.state, state.forecast.num_context):
+                    self._rank(one, uses_model=False)
+                state.forecast = state.forecast._replace(prefill_s=0.0)
 
-    def _draft_by_model(self, drafted: Sequence[tuple[Drafting, DraftState]]) -> None:
-        if not drafted:
+    def _draft_by_model(self, sequences: Sequence[DraftableSequence]) -> None:
+        if not sequences:
             return
-        drafted = sorted(drafted, key=lambda each: -len(each[1].drafts.ranked))
+        longest_first = sorted(sequences, key=lambda one: -one.draft_state.drafts.num_drafts)
         batch = self.drafter.draft(
             [
-                DraftRow(one.state, one.token_ids, len(row.drafts.ranked), one.settings, one.entry_media)
-                for one, row in drafted
+                DraftRow(one.state, one.token_ids, one.draft_state.drafts.num_drafts, one.settings, one.entry_media)
+                for one in longest_first
             ]
         )
-        for number, (_, row) in enumerate(drafted):
-            row.drafts = Drafts((), row.drafts.ranked, batch, number)
+        for number, one in enumerate(longest_first):
+            one.draft_state.drafts = Drafts((), one.draft_state.drafts.ranked, batch, number)
 
-    def _catch_up_pending(self, rows: Sequence[Drafting]) -> None:
+    def _catch_up_pending(self, rows: Sequence[DraftableSequence]) -> None:
         """Let the drafter catch up for rows without drafts: once one row needs it, also for those that soon will."""
         with self._isolated([one.draft_state for one in rows]):
             pending = [self.drafter.num_pending(one.state) for one in rows]
             if max(pending, default=0) > MAX_PENDING:
                 self.catch_up([one for one, number in zip(rows, pending, strict=True) if number > MAX_PENDING // 2])
 
-    def catch_up(self, rows: Sequence[Drafting]) -> None:
+    def catch_up(self, rows: Sequence[DraftableSequence]) -> None:
         """Let the drafter process all pending hidden states, as before states are stored."""
         sound = [one for one in rows if not one.draft_state.has_failed]
         with self._isolated([one.draft_state for one in sound]):
@@ -213,7 +215,7 @@ class Speculator:
 
     def report(
         self,
-        windows: Sequence[Verified],
+        windows: Sequence[VerifiedWindow],
         seconds: float,
         *,
         is_mixed: bool,
@@ -238,19 +240,19 @@ class Speculator:
                 len(sound) + sum([one.num_accepted for one in sound]),
                 seconds - self._prefill_s,
                 is_timed=not (is_mixed or is_compiled or len(sound) < len(windows)),
-                is_usual=was_ahead == goes_ahead and not self._has_attempted,
+                is_baseline=was_ahead == goes_ahead and not self._has_attempted,
                 has_attempted=self._has_attempted,
                 may_draft=any(one.draft_state.may_draft for one in sound),
                 prefill_s=self._prefill_s,
             )
 
-    def _report_drafts(self, one: Verified) -> None:
+    def _report_drafts(self, one: VerifiedWindow) -> None:
         if not one.num_verified:
             return
         # drafts after a stop token were neither accepted nor rejected
         num_judged = one.num_accepted if one.is_stopped else one.num_verified
         judged = one.draft_state.drafts.first(num_judged)
-        self._ranking.report(one.draft_state.record, judged, one.num_accepted)
+        self._ranking.report(one.draft_state.acceptance, judged, one.num_accepted)
 
     def _isolated(self, rows: Sequence[DraftState]) -> AbstractContextManager[None]:
         """After a failure inside, these rows continue without drafts."""

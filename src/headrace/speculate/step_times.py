@@ -7,10 +7,10 @@ from functools import cache
 
 from headrace.recent_times import RecentTimes
 
-TIME_EVERY = 128
+RETIME_EVERY = 128
 """Steps with drafts after which ones without are timed again."""
 
-_STALE_AFTER = 4 * TIME_EVERY
+_STALE_AFTER = 4 * RETIME_EVERY
 """Steps after which a time is forgotten: drafts that seem too slow are never made, so never measured again."""
 
 PASS_SHARE = 0.1
@@ -23,10 +23,10 @@ expensive never."""
 _SIMILAR_CONTEXT = 2
 """Contexts up to this many half octaves apart have similar times."""
 
-Drafts = tuple[int, int]
+DraftShape = tuple[int, int]
 """Bucket of the number of drafts, over all rows, and consecutive passes of the drafter."""
 
-_NONE: Drafts = (0, 0)
+_NONE: DraftShape = (0, 0)
 
 
 class StepTimes:
@@ -40,9 +40,9 @@ class StepTimes:
         """pass_share: the most that a pass of the drafter is assumed to add to a step's time."""
         self._num_rows = num_rows
         self._pass_share = pass_share
-        self._times = RecentTimes[int | Drafts](_STALE_AFTER)
+        self._times = RecentTimes[int | DraftShape](_STALE_AFTER)
         self._seen: set[tuple[int, int] | None] = set()
-        self._ratios: dict[Drafts, float] | None = None
+        self._ratios: dict[DraftShape, float] | None = None
 
     def observe_undrafted(self, num_context: int, seconds: float) -> None:
         """Add the time of a step without drafts. num_context: tokens of all rows."""
@@ -58,10 +58,10 @@ class StepTimes:
             self._times.add(_context(num_context), seconds)
         self.observe_ratio(num_drafts, num_passes, max(seconds / undrafted_s, 1.0))
 
-    def _is_first(self, kind: tuple[int, int] | None) -> bool:
+    def _is_first(self, shape: tuple[int, int] | None) -> bool:
         """Whether a step is the first of its kind, which may have waited for a compiler."""
-        is_first = kind not in self._seen
-        self._seen.add(kind)
+        is_first = shape not in self._seen
+        self._seen.add(shape)
         return is_first
 
     def observe_ratio(self, num_drafts: int, num_passes: int, ratio: float) -> None:
@@ -88,12 +88,12 @@ class StepTimes:
         known, drafts = self._known(), (bucket(num_drafts), num_passes)
         if drafts in known:
             return known[drafts]
-        least, share = known.get(_NONE, 1.0), _OPTIMISM * self._most(drafts)
+        least, share = known.get(_NONE, 1.0), _OPTIMISM * self._assumed_max(drafts)
         measured = [each for each in known if each != _NONE]
         near = min(measured, key=lambda each: 2 * abs(each[0] - drafts[0]) + abs(each[1] - num_passes), default=None)
         if near is None:
             return least + share
-        near_share = _OPTIMISM * self._most(near)
+        near_share = _OPTIMISM * self._assumed_max(near)
         return max(min(known[near] + share - near_share, least + (known[near] - least) * share / near_share), least)
 
     def upper_bound(self, num_drafts: int, num_passes: int) -> float:
@@ -101,21 +101,21 @@ class StepTimes:
         known, drafts = self._known(), (bucket(num_drafts), num_passes)
         if drafts in known:
             return known[drafts]
-        least, most = known.get(_NONE, 1.0), self._most(drafts)
+        least, most = known.get(_NONE, 1.0), self._assumed_max(drafts)
         fewer = max((each for each in known if each[0] <= drafts[0] and each[1] <= num_passes), default=_NONE)
-        added = most if fewer == _NONE else max(known[fewer] - least, 0.0) * most / self._most(fewer)
-        return min(least + added, self._of_more(drafts))
+        added = most if fewer == _NONE else max(known[fewer] - least, 0.0) * most / self._assumed_max(fewer)
+        return min(least + added, self._least_of_larger(drafts))
 
-    def _known(self) -> dict[Drafts, float]:
+    def _known(self) -> dict[DraftShape, float]:
         if self._ratios is None:
             self._ratios = {drafts: usual for drafts, usual in self._times.known().items() if isinstance(drafts, tuple)}
         return self._ratios
 
-    def _of_more(self, drafts: Drafts) -> float:
+    def _least_of_larger(self, drafts: DraftShape) -> float:
         more = [ratio for each, ratio in self._known().items() if each[0] >= drafts[0] and each[1] >= drafts[1]]
         return min(more, default=math.inf)
 
-    def _most(self, drafts: Drafts) -> float:
+    def _assumed_max(self, drafts: DraftShape) -> float:
         """The most that drafts are assumed to add to the time without, as a share of it."""
         return _center(drafts[0]) / self._num_rows + self._pass_share * drafts[1]
 
