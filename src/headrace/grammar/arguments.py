@@ -21,11 +21,20 @@ _ANY_OBJECT = {"type": "object"}
 _ROOT = "headrace:whole"
 
 # Object keywords that can't be enforced where properties are written one by one.
-_OF_THE_WHOLE = ("const", "dependencies", "dependentRequired", "dependentSchemas", "enum", "if", "not", "propertyNames")
+_OF_THE_WHOLE_OBJECT = (
+    "const",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "enum",
+    "if",
+    "not",
+    "propertyNames",
+)
 
 
 # Object keywords that allow further properties than those listed.
-_OPENING = {*COMBINING, "additionalProperties", "patternProperties"}
+_ALLOW_UNLISTED = {*COMBINING, "additionalProperties", "patternProperties"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +74,12 @@ class Arguments:
     def name(self) -> str:
         return self._tool.name
 
-    def whole(self) -> Any:
+    def object_schema(self) -> Any:
         if not self._is_schema:
             return compiled_schema(_ANY_OBJECT, _FIELD)
         # llguidance accepts nothing beside a recursive reference.
         schema = self._root if "$ref" in self._root else {**self._root, "type": "object"}
-        if "properties" in schema and not _OPENING & schema.keys():
+        if "properties" in schema and not _ALLOW_UNLISTED & schema.keys():
             unlisted = {name: True for name in schema.get("required") or () if name not in schema["properties"]}
             schema = {**schema, "properties": {**schema["properties"], **unlisted}, "additionalProperties": False}
         return self._compiled(schema, _ANY_OBJECT)
@@ -82,13 +91,13 @@ class Arguments:
         can_be_key: whether a name can be written; others are left out.
         """
         if (found := self._alternatives.get(can_be_key)) is None:
-            found = self._alternatives[can_be_key] = self._found_ways(can_be_key)
+            found = self._alternatives[can_be_key] = self._find_alternatives(can_be_key)
         return found
 
-    def _found_ways(self, can_be_key: Callable[[str], bool]) -> tuple[tuple[Parameter, ...], ...]:
+    def _find_alternatives(self, can_be_key: Callable[[str], bool]) -> tuple[tuple[Parameter, ...], ...]:
         if self._tool.strict:
             # Rejects what no grammar can enforce, and checks that branches of oneOf exclude each other.
-            self.whole()
+            self.object_schema()
         found = [self._parameters(shape, can_be_key) for shape in self._shapes]
         possible = [each for each in found if each is not None]
         if not possible:
@@ -96,7 +105,8 @@ class Arguments:
         # One may be free text in one alternative and JSON in another: where a value ends must not depend on that.
         json_names = {each.name for option in possible for each in option if each.has_brackets}
         return tuple(
-            tuple(_told_apart(each) if each.name in json_names else each for each in option) for option in possible
+            tuple(_without_bracketed_texts(each) if each.name in json_names else each for each in option)
+            for option in possible
         )
 
     def _parameters(self, shape: Shape, can_be_key: Callable[[str], bool]) -> tuple[Parameter, ...] | None:
@@ -116,7 +126,7 @@ class Arguments:
     def _check_whole(self, shape: Shape, given: list[Parameter]) -> None:
         num_required = sum(each.is_required for each in given)
         for part in shape.option:
-            found = [name for name in _OF_THE_WHOLE if name in part]
+            found = [name for name in _OF_THE_WHOLE_OBJECT if name in part]
             found += ["minProperties"] if part.get("minProperties", 0) > num_required else []
             found += ["maxProperties"] if part.get("maxProperties", len(given)) < len(given) else []
             if found:
@@ -127,21 +137,21 @@ class Arguments:
         if raw is not None and raw.unenforced and self._tool.strict:
             where = f"the {raw.unenforced[0]} of {name}"
             raise self._refused(f"{where} can't be enforced where texts stand without quotes")
-        whole = self._compiled(self._alone(schema), True)
+        whole = self._compiled(self._with_definitions(schema), True)
         if raw is None:
             return Parameter(name, is_required, whole, (), whole, has_brackets(fitting))
-        rest = None if raw.rest is None else self._compiled(self._alone(raw.rest), True)
+        rest = None if raw.rest is None else self._compiled(self._with_definitions(raw.rest), True)
         return Parameter(name, is_required, whole, raw.texts, rest, raw.has_brackets)
 
-    def _alone(self, schema: Any) -> Any:
+    def _with_definitions(self, schema: Any) -> Any:
         """A part of the schema with everything it refers to."""
         moved = _with_references_moved(schema)
         if moved == schema:
             return schema
-        return {**moved, "$defs": {**moved.get("$defs", {}), _ROOT: self._moved_root}}
+        return {**moved, "$defs": {**moved.get("$defs", {}), _ROOT: self._definition_of_root}}
 
     @cached_property
-    def _moved_root(self) -> Any:
+    def _definition_of_root(self) -> Any:
         # An `$id` would make it a separate document with its own references.
         return _with_references_moved(
             {name: each for name, each in self._root.items() if name not in ("$id", "$schema")}
@@ -169,7 +179,7 @@ class Arguments:
         return InvalidRequest(f"the tool {self.name}: {why}", param=_FIELD)
 
 
-def _told_apart(parameter: Parameter) -> Parameter:
+def _without_bracketed_texts(parameter: Parameter) -> Parameter:
     return replace(parameter, raw=without_brackets(parameter.raw), has_brackets=True)
 
 

@@ -45,7 +45,7 @@ def _json_rule(rules: Rules, body: JsonBody, arguments: Arguments) -> str:
     else:
         _check_name(name, _BARE_NAME)
     head, tail = rules.marker(body.before + name + body.between), rules.marker(body.after)
-    return rules.rule(f"{head} {json_value(arguments.whole())} {tail}")
+    return rules.rule(f"{head} {json_value(arguments.object_schema())} {tail}")
 
 
 def _python_rule(rules: Rules, arguments: Arguments) -> str:
@@ -111,7 +111,7 @@ def _limited(rules: Rules, tags: TagSyntax, raw: RawText) -> str:
     An end marker with a special token may be spelled in other tokens, too.
     """
     wanted = [regex(pattern, ascii_classes="dw") for pattern in raw.patterns]
-    wanted += [f"~{regex(pattern)}" for pattern in raw.others]
+    wanted += [f"~{regex(pattern)}" for pattern in raw.excluded]
     if wanted:
         length = regex(f"(?s:.){{{raw.min_length},{'' if raw.max_length is None else raw.max_length}}}")
         text = f"({' & '.join([*wanted, length, regex(f'{_UNCLOSED}*')])}) {literal(tags.frame)}"

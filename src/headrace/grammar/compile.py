@@ -101,7 +101,7 @@ def compile_output(form: OutputForm, vocabulary: Vocabulary) -> CompiledOutput:
             takes_text = form.structure is None and not form.calls.is_required
             options += call_rules(rules, form.calls, syntax, takes_text=takes_text, refused=thought)
         whole = f"{thinking_rule(rules, form.thinking)} ({' | '.join(options)})"
-    grammar = rules.text_of(whole)
+    grammar = rules.to_lark(whole)
     if others:
         grammar = json.dumps({"grammars": [{"name": "output", "lark_grammar": grammar}, *others]})
     return CompiledOutput(grammar, _guarantees(form, syntax, rules), form.path)
@@ -195,7 +195,7 @@ def answer_rule(
     others: list[dict[str, str]],
     vocabulary: Vocabulary,
     *,
-    refused: Sequence[str] = (),
+    refused: Sequence[str],
 ) -> str:
     """The rule of the answer alone.
 

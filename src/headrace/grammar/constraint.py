@@ -29,10 +29,6 @@ class DraftMasks:
 class Constraint(Protocol):
     """State of one sequence. Raises GrammarFailed when it becomes too complex to continue."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether only the end is allowed."""
-
     def num_legal(self, drafts: Sequence[int]) -> int:
         """How many of the drafts are allowed, each after those before it; no visible change.
 
@@ -47,8 +43,6 @@ class Constraint(Protocol):
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
         """At most `limit` tokens that must come next, or whose text must; empty if there is a choice."""
-
-    def copy(self) -> Constraint: ...
 
 
 def num_words(vocab_size: int) -> int:
@@ -71,17 +65,13 @@ class AllOf:
     def __init__(self, parts: Sequence[Constraint]) -> None:
         self._parts = tuple(parts)
 
-    @property
-    def is_over(self) -> bool:
-        return any(part.is_over for part in self._parts)
-
     def num_legal(self, drafts: Sequence[int]) -> int:
         return min(part.num_legal(drafts) for part in self._parts)
 
     def window(self, drafts: Sequence[int]) -> DraftMasks:
         windows = [part.window(drafts) for part in self._parts]
         num_legal = min(window.num_legal for window in windows)
-        masks = [_both([window.masks[place] for window in windows]) for place in range(num_legal + 1)]
+        masks = [_intersection([window.masks[number] for window in windows]) for number in range(num_legal + 1)]
         return DraftMasks((*masks, *[None] * (len(drafts) - num_legal)), num_legal)
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -91,11 +81,8 @@ class AllOf:
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
         return next((forced for part in self._parts if (forced := part.forced_tokens(limit))), ())
 
-    def copy(self) -> AllOf:
-        return AllOf([part.copy() for part in self._parts])
 
-
-def _both(masks: Sequence[Mask | None]) -> Mask | None:
+def _intersection(masks: Sequence[Mask | None]) -> Mask | None:
     joined: Mask | None = None
     for mask in masks:
         if mask is not None:

@@ -24,11 +24,11 @@ LIMITS = LLParserLimits(
 """Of one grammar: a mask takes 12 ms at most (of 250,000 tokens), and what masks have cost is kept in 60 MB at most."""
 
 
-def translated(call: Callable[P, Result]) -> Callable[P, Result]:
+def panics_translated(call: Callable[P, Result]) -> Callable[P, Result]:
     """The call, with a panic of the library (no Exception) translated to GenerationFailed."""
 
     @wraps(call)
-    def translating(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Result:
         try:
             return call(*args, **kwargs)
         except BaseException as error:
@@ -37,7 +37,7 @@ def translated(call: Callable[P, Result]) -> Callable[P, Result]:
         # The panic's text may quote the grammar.
         raise GenerationFailed("the grammar library failed")
 
-    return translating
+    return wrapped
 
 
 _KEYWORDS = frozenset(

@@ -38,7 +38,7 @@ class Rules:
     def terminal(self, body: str) -> str:
         return self._named("TEXT", f": {body}")
 
-    def text_of(self, start: str) -> str:
+    def to_lark(self, start: str) -> str:
         lines = [f"{name}{body}" for (_, body), name in self._names.items()]
         return "\n".join([*lines, f"start: {start}", ""])
 

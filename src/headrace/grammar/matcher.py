@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from headrace.errors import GenerationFailed, GrammarFailed, InvalidRequest
 from headrace.grammar.constraint import DraftMasks, Mask, mask_of, num_words
-from headrace.grammar.faults import LIMITS, describe_fault, translated
+from headrace.grammar.faults import LIMITS, describe_fault, panics_translated
 from headrace.grammar.vocabulary import Vocabulary
 
 _FAILURES = (
@@ -25,7 +25,7 @@ _FAILURES = (
 
 def compiled_grammar(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
     """A matcher at the beginning of a grammar in llguidance's syntax. Raises InvalidRequest."""
-    compiled = translated(LLMatcher)(vocabulary.compiled, grammar, log_level=0, limits=LIMITS)
+    compiled = panics_translated(LLMatcher)(vocabulary.compiled, grammar, log_level=0, limits=LIMITS)
     if compiled.is_error():
         raise InvalidRequest(f"the grammar can't be compiled: {describe_fault(compiled.get_error())}")
     return compiled
@@ -63,7 +63,7 @@ class Matcher:
     def is_over(self) -> bool:
         return self._has_stopped or self._grammar.is_stopped()
 
-    @translated
+    @panics_translated
     def num_legal(self, drafts: Sequence[int]) -> int:
         if self.is_over:
             return int(bool(drafts) and drafts[0] in self._stop_token_ids)
@@ -83,7 +83,7 @@ class Matcher:
             raise self._failure()
         return may_end
 
-    @translated
+    @panics_translated
     def window(self, drafts: Sequence[int]) -> DraftMasks:
         masks: list[Mask | None] = []
         num_legal = num_consumed = 0
@@ -103,7 +103,7 @@ class Matcher:
         masks += [None] * (len(drafts) + 1 - len(masks))
         return DraftMasks(tuple(masks), num_legal)
 
-    @translated
+    @panics_translated
     def accept(self, token_ids: Sequence[int]) -> None:
         """See Constraint. Raises GenerationFailed for a token that may not come."""
         for token_id in token_ids:
@@ -114,21 +114,9 @@ class Matcher:
             elif not self._grammar.consume_token(token_id):
                 raise self._failure()
 
-    @translated
+    @panics_translated
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
         return () if self.is_over else tuple(self._grammar.compute_ff_tokens()[:limit])
-
-    @translated
-    def copy(self) -> Matcher:
-        copy = Matcher(
-            self._grammar.deep_copy(),
-            self._vocabulary,
-            self._stop_token_ids,
-            path=self._path,
-            on_failure=self._on_failure,
-        )
-        copy._has_stopped = self._has_stopped
-        return copy
 
     def _mask(self) -> Mask:
         mask: Mask = np.zeros(num_words(self._vocabulary.size), dtype=np.uint32)

@@ -28,7 +28,7 @@ FORMATS = {
 """Formats of texts without quotes, each narrower than its standard where that is simpler (no 29th of February)."""
 
 _NUMBER = r"\s*-?[0-9][0-9.eE+-]*\s*"
-_LOOKS = {
+_LIKE = {
     "boolean": r"\s*[tTfF][rRaA][uUlL][eEsS][eE]?\s*",
     "integer": _NUMBER,
     "null": r"\s*[nN]([uU][lL][lL]|[oO][nN][eE])\s*",
@@ -36,7 +36,7 @@ _LOOKS = {
 }
 """Texts that may be read as a value of another type, and some more."""
 
-_APART = {
+_UNLIKE = {
     "array": rf"\s*([^\s\[]{ANY_TEXT})?",
     "object": rf"\s*([^\s{{]{ANY_TEXT})?",
 }
@@ -59,14 +59,14 @@ class RawText:
     """A text that is written without quotes.
 
     values: the only ones, None for any. min_length, max_length: in characters. patterns: each matches it as a whole.
-    others: none of them does.
+    excluded: patterns of which none does.
     """
 
     values: tuple[str, ...] | None = None
     min_length: int = 0
     max_length: int | None = None
     patterns: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     @property
     def is_free(self) -> bool:
@@ -113,22 +113,22 @@ def has_brackets(found: Sequence[Alternative]) -> bool:
 
 
 def without_brackets(texts: Sequence[RawText]) -> tuple[RawText, ...]:
-    apart = (_apart(text, _BRACKETS) for text in texts)
-    return tuple(text for text in apart if text.values != ())
+    unlike = (_unlike(text, _BRACKETS) for text in texts)
+    return tuple(text for text in unlike if text.values != ())
 
 
-def _apart(text: RawText, types: Iterable[str]) -> RawText:
+def _unlike(text: RawText, types: Iterable[str]) -> RawText:
     """The texts that don't look like a value of one of the types."""
-    patterns = tuple(_APART[each] for each in types if each in _APART)
-    others = tuple(dict.fromkeys(_LOOKS[each] for each in types if each in _LOOKS))
+    patterns = tuple(_UNLIKE[each] for each in types if each in _UNLIKE)
+    excluded = tuple(dict.fromkeys(_LIKE[each] for each in types if each in _LIKE))
     if text.values is None:
         return replace(
             text,
             patterns=tuple(dict.fromkeys((*text.patterns, *patterns))),
-            others=tuple(dict.fromkeys((*text.others, *others))),
+            excluded=tuple(dict.fromkeys((*text.excluded, *excluded))),
         )
     fitting = [value for value in text.values if all(re.fullmatch(each, value) for each in patterns)]
-    return replace(text, values=tuple(v for v in fitting if not any(re.fullmatch(each, v) for each in others)))
+    return replace(text, values=tuple(v for v in fitting if not any(re.fullmatch(each, v) for each in excluded)))
 
 
 def _limits_others(option: Alternative) -> bool:
@@ -152,10 +152,10 @@ def _text(option: Alternative, limited: frozenset[str]) -> tuple[RawText, list[s
                 patterns.append(pattern)
     values = _values(option)
     if values is not None:
-        return _apart(RawText(values=values), sorted(limited)), []
+        return _unlike(RawText(values=values), sorted(limited)), []
     least = max((part.get("minLength", 0) for part in option), default=0)
     most = min((part["maxLength"] for part in option if "maxLength" in part), default=None)
-    return _apart(RawText(None, least, most, tuple(patterns)), sorted(limited)), unenforced
+    return _unlike(RawText(None, least, most, tuple(patterns)), sorted(limited)), unenforced
 
 
 def _values(option: Alternative) -> tuple[str, ...] | None:

@@ -55,18 +55,14 @@ class ThinkingBudget:
         self._bare_calls = frozenset(each.encode() for each in late.bare_call_starts)
         calls = [each.encode() for each in late.call_starts]
         self._markers = (self._start_marker, *calls, *self._bare_calls)
-        self._place = self._settled(_State(_Phase.THINKING if limit.is_open else _Phase.BEFORE))
-
-    @property
-    def is_over(self) -> bool:
-        return False
+        self._state = self._closed_if_used_up(_State(_Phase.THINKING if limit.is_open else _Phase.BEFORE))
 
     def num_legal(self, drafts: Sequence[int]) -> int:
         return self.window(drafts).num_legal
 
     def window(self, drafts: Sequence[int]) -> DraftMasks:
         masks: list[Mask | None] = []
-        state = self._place
+        state = self._state
         for num_legal, draft in enumerate(drafts):
             wanted = self._wanted(state)
             masks.append(self._only(wanted))
@@ -80,19 +76,14 @@ class ThinkingBudget:
     def accept(self, token_ids: Sequence[int]) -> None:
         """See Constraint. Raises GenerationFailed for a forbidden token."""
         for token_id in token_ids:
-            if self._wanted(self._place) not in (None, token_id):
+            if self._wanted(self._state) not in (None, token_id):
                 raise GenerationFailed("thinking continued where it had to end")
-            self._place = self._after(self._place, token_id)
+            self._state = self._after(self._state, token_id)
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
-        if self._place.phase is not _Phase.CLOSING:
+        if self._state.phase is not _Phase.CLOSING:
             return ()
-        return self._limit.closing[self._place.num_closed :][:limit]
-
-    def copy(self) -> ThinkingBudget:
-        copy = ThinkingBudget(self._limit, self._vocabulary)
-        copy._place = self._place
-        return copy
+        return self._limit.closing[self._state.num_closed :][:limit]
 
     def _wanted(self, state: _State) -> int | None:
         """The only token allowed; None if any is."""
@@ -111,8 +102,8 @@ class ThinkingBudget:
         data = self._vocabulary.bytes_of(token_id)
         after = self._read(replace(state, tail=state.tail + data))
         if state.phase is after.phase is _Phase.THINKING:
-            after = self._thought(replace(after, num_tokens=after.num_tokens + 1), data)
-        return self._settled(after)
+            after = self._count_thought(replace(after, num_tokens=after.num_tokens + 1), data)
+        return self._closed_if_used_up(after)
 
     def _read(self, state: _State) -> _State:
         if state.phase is _Phase.THINKING:
@@ -150,7 +141,7 @@ class ThinkingBudget:
                 return _State(_Phase.OVER)
             lines.push(_text(marker))
 
-    def _thought(self, state: _State, data: bytes) -> _State:
+    def _count_thought(self, state: _State, data: bytes) -> _State:
         """The state after a thinking token of these bytes; an inline block that gets too long was no thinking."""
         most = None if self._limit.late is None else self._limit.late.max_inline
         if state.num_inline is None or most is None:
@@ -158,7 +149,7 @@ class ThinkingBudget:
         num_inline = state.num_inline + len(_text(data))
         return _State(_Phase.OVER) if num_inline > most else replace(state, num_inline=num_inline)
 
-    def _settled(self, state: _State) -> _State:
+    def _closed_if_used_up(self, state: _State) -> _State:
         """Switch to closing if the budget is used up."""
         if state.phase is _Phase.THINKING and state.num_tokens >= self._limit.num_tokens:
             return _State(_Phase.CLOSING, state.num_tokens)
