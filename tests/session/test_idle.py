@@ -13,7 +13,7 @@ from fakes import FakeEngine, PlainTemplate, fake_session, in_options
 from headrace.errors import GenerationFailed, Overloaded
 from headrace.session import idle
 from headrace.session.session import Session
-from headrace.text.template import PromptHead
+from headrace.text.template import PromptPrefix
 from headrace.types.chat import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from headrace.types.events import Event, TokenOutput
 from headrace.types.request import IDLE_PRIORITY, Boundary, BoundaryKind, GenerationRequest
@@ -58,12 +58,12 @@ class Engine(FakeEngine):
 class NextTurn(PlainTemplate):
     """The next prompt shows an answer as its text in brackets, with its thinking if there is some."""
 
-    def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
+    def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptPrefix:
         head = self.render(request).token_ids
         text = "".join(part.text for part in answer.content if isinstance(part, TextPart))
         tail = f"<think>{answer.reasoning}</think>{text}" if answer.reasoning else f"[{text}]"
         token_ids = (*head, *tail.encode())
-        return PromptHead(token_ids, (Boundary(len(token_ids), BoundaryKind.MESSAGE),))
+        return PromptPrefix(token_ids, (Boundary(len(token_ids), BoundaryKind.MESSAGE),))
 
 
 async def everything(events: AsyncGenerator[Event, None]) -> None:
@@ -113,8 +113,8 @@ def test_a_client_that_sends_thinking_back_needs_nothing_done() -> None:
 
 def test_an_answer_that_is_shown_as_it_was_written_needs_nothing_done() -> None:
     class AsWritten(NextTurn):
-        def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
-            return PromptHead((*self.render(request).token_ids, *b"yes<end>"), ())
+        def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptPrefix:
+            return PromptPrefix((*self.render(request).token_ids, *b"yes<end>"), ())
 
     engine = Engine("yes")
 

@@ -142,7 +142,7 @@ def test_the_first_space_behind_a_prompt_is_kept(backend: Backend) -> None:
     tokenizer = Tokenizer(backend)
     prompt, token_ids = tokenizer.encode("the dog"), tokenizer.encode("the cat")
     following = tokenizer.detokenizer()
-    following.follow(prompt)
+    following.follow_prompt(prompt)
     assert following.push(token_ids) + following.finish() == " the cat"
     assert tokenizer.decode(token_ids) == "the cat"
 
@@ -153,8 +153,8 @@ def test_a_newline_of_the_prompt_that_is_a_byte_token_does_not_come_out() -> Non
     rest = backend.token_to_id("<0xA9>")
     tokenizer = Tokenizer(backend)
     following = tokenizer.detokenizer()
-    following.follow([*tokenizer.encode("the cat"), newline])
+    following.follow_prompt([*tokenizer.encode("the cat"), newline])
     assert following.push(tokenizer.encode("the dog")) == " the dog"
     unfinished = tokenizer.detokenizer()
-    unfinished.follow([*tokenizer.encode("the cat"), part])
+    unfinished.follow_prompt([*tokenizer.encode("the cat"), part])
     assert unfinished.push([rest]) + unfinished.finish() == "é"

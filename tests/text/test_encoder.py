@@ -70,23 +70,23 @@ def test_a_panic_of_the_tokenizer_is_the_text_s_own_fault(long_text: int, monkey
     monkeypatch.setattr(encoder, "LONG_TEXT", long_text)
     failing = TextEncoder(backtracking())
     with pytest.raises(InvalidRequest, match="can't be split into tokens") as refused:
-        failing.encode("a" * 60, frames=False)
+        failing.encode("a" * 60, adds_special_tokens=False)
     assert "aaa" not in str(refused.value)
-    assert failing.encode("ab", frames=False).tolist() == [0, 1]
+    assert failing.encode("ab", adds_special_tokens=False).tolist() == [0, 1]
 
 
 def test_a_text_that_takes_too_long_is_refused_and_the_next_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "LONG_TEXT", -1)
     usual = TextEncoder(BACKENDS["byte-level"])
-    usual.encode("a", frames=False)
+    usual.encode("a", adds_special_tokens=False)
     with monkeypatch.context() as hasty:
         hasty.setattr(encoder, "_TIMEOUT_S", 0.0001)
         with pytest.raises(InvalidRequest, match="takes more than"):
-            usual.encode("a " * 1_000_000, frames=False)
-    assert usual.encode("a", frames=False).tolist() == BACKENDS["byte-level"].encode("a").ids
+            usual.encode("a " * 1_000_000, adds_special_tokens=False)
+    assert usual.encode("a", adds_special_tokens=False).tolist() == BACKENDS["byte-level"].encode("a").ids
 
 
-def _meet(key: bytes, texts: list[str], frames: bool) -> list[npt.NDArray[np.uint32]]:
+def _meet(key: bytes, texts: list[str], adds_special_tokens: bool) -> list[npt.NDArray[np.uint32]]:
     """Waits, in the helper process, for the other call."""
     place = Path(texts[0])
     (place / str(os.getpid())).touch()
@@ -101,7 +101,7 @@ def test_two_long_texts_are_encoded_at_a_time(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(encoder, "_encode_known", _meet)
     usual = TextEncoder(BACKENDS["byte-level"])
     with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(usual.encode, str(tmp_path), frames=False) for _ in range(2)]
+        calls = [threads.submit(usual.encode, str(tmp_path), adds_special_tokens=False) for _ in range(2)]
     pids = {tuple(call.result()) for call in calls}
     assert [len(each) for each in pids] == [2]
 
@@ -109,12 +109,12 @@ def test_two_long_texts_are_encoded_at_a_time(monkeypatch: pytest.MonkeyPatch, t
 def test_encoding_ends_with_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "LONG_TEXT", -1)
     usual = TextEncoder(BACKENDS["byte-level"])
-    usual.encode("a", frames=False)
+    usual.encode("a", adds_special_tokens=False)
     ends: list[str] = []
 
     def encode() -> None:
         try:
-            usual.encode("a 1\n" * 3_000_000, frames=False)
+            usual.encode("a 1\n" * 3_000_000, adds_special_tokens=False)
             ends.append("encoded")
         except WorkCancelled:
             ends.append("cancelled")

@@ -13,7 +13,7 @@ from text.vocabularies import byte_level, chat_tokenizer, template
 import headrace
 from headrace.families.registry import find_family
 from headrace.text.history import HistoryPolicy, assistant_groups, with_thinking_apart
-from headrace.text.template import ChatTemplate, PromptHead, RenderedPrompt
+from headrace.text.template import ChatTemplate, PromptPrefix, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, Role, TextPart, ToolCall, ToolDefinition
 from headrace.types.request import Boundary, BoundaryKind
@@ -49,7 +49,7 @@ def text_of(source: str, *messages: ChatMessage, **fields: Any) -> str:
     return chat_template(source).render(asked(*messages, **fields)).text
 
 
-def is_beginning(first: RenderedPrompt | PromptHead, second: RenderedPrompt) -> bool:
+def is_beginning(first: RenderedPrompt | PromptPrefix, second: RenderedPrompt) -> bool:
     return second.token_ids[: len(first.token_ids)] == first.token_ids
 
 

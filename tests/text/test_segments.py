@@ -155,9 +155,9 @@ def _texts(backend: Backend) -> st.SearchStrategy[str]:
     return st.lists(pieces, max_size=16).map("".join)
 
 
-def whole(backend: Backend, text: str, *, frames: bool = False) -> list[int]:
+def whole(backend: Backend, text: str, *, adds_special_tokens: bool = False) -> list[int]:
     """The library's own tokens of a whole text."""
-    token_ids: list[int] = backend.encode(text, add_special_tokens=frames).ids
+    token_ids: list[int] = backend.encode(text, add_special_tokens=adds_special_tokens).ids
     return token_ids
 
 
@@ -189,8 +189,10 @@ def test_tokens_are_those_of_the_whole_text(name: str) -> None:
     texts = _texts(backend)
 
     def check(text: str) -> None:
-        for frames in (False, True):
-            assert remembering.encode(text, frames=frames).tolist() == whole(backend, text, frames=frames)
+        for adds_special_tokens in (False, True):
+            assert remembering.encode(text, adds_special_tokens=adds_special_tokens).tolist() == whole(
+                backend, text, adds_special_tokens=adds_special_tokens
+            )
 
     @settings(max_examples=40, deadline=None)
     @given(st.lists(texts, min_size=1, max_size=4), texts)
@@ -233,7 +235,7 @@ def test_every_pair_of_pieces_around_every_added_token(name: str) -> None:
         for before in around:
             for behind in around:
                 text = f"{before}{token.content}{behind}{tokens[-1].content}{behind}"
-                assert remembering.encode(text, frames=False).tolist() == whole(backend, text)
+                assert remembering.encode(text, adds_special_tokens=False).tolist() == whole(backend, text)
 
 
 def test_text_in_which_tokens_are_spelled_out_is_encoded_as_a_whole_too() -> None:
@@ -270,7 +272,7 @@ def test_special_tokens_that_are_to_stay_text_are_no_cuts() -> None:
     backend = copy_of(byte_level())
     backend.encode_special_tokens = True
     text = "a<|im_end|>b" * 3
-    assert TextEncoder(backend).encode(text, frames=False).tolist() == whole(backend, text)
+    assert TextEncoder(backend).encode(text, adds_special_tokens=False).tolist() == whole(backend, text)
     assert not find_cuts(backend).token_ids
 
 
@@ -281,16 +283,16 @@ def test_a_token_that_the_library_knows_otherwise_than_it_says_is_found_out() ->
     backend.add_special_tokens([AddedToken("<x>", special=True, normalized=True)])
     backend.add_special_tokens([AddedToken("<x>", special=True, normalized=False)])
     text = "a<x>a<x>a"
-    assert TextEncoder(backend).encode(text, frames=False).tolist() == whole(backend, text)
+    assert TextEncoder(backend).encode(text, adds_special_tokens=False).tolist() == whole(backend, text)
 
 
 def test_only_what_is_new_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
     encode_all = encoder.encode_all
 
-    def spy(backend: Backend, texts: list[str], *, frames: bool) -> list[encoder.EncodedIds]:
+    def spy(backend: Backend, texts: list[str], *, adds_special_tokens: bool) -> list[encoder.EncodedIds]:
         encoded.extend(texts)
-        return encode_all(backend, texts, frames=frames)
+        return encode_all(backend, texts, adds_special_tokens=adds_special_tokens)
 
     monkeypatch.setattr(encoder, "encode_all", spy)
     monkeypatch.setattr(segments, "MIN_SEGMENT", 1000)
@@ -314,13 +316,13 @@ def test_what_is_remembered_weighs_no_more_than_is_counted(monkeypatch: pytest.M
     monkeypatch.setattr(encoder, "LruCache", Weighing)
     monkeypatch.setattr(segments, "MIN_SEGMENT", 1)
     remembering = TextEncoder(byte_level())
-    remembering.encode("warm<|im_end|>up", frames=False)
+    remembering.encode("warm<|im_end|>up", adds_special_tokens=False)
     text = "".join(f"{number} grüße<|im_end|>" for number in range(5000))
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         Weighing.weight = 0
-        remembering.encode(text, frames=False)
+        remembering.encode(text, adds_special_tokens=False)
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

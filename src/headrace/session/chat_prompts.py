@@ -17,7 +17,7 @@ from headrace.session.sparse import chat_sparse_options
 from headrace.text.detokenize import Detokenizer
 from headrace.text.normalise import media_parts
 from headrace.text.stream_parser import StreamParser, visible_tokens
-from headrace.text.template import ChatTemplate, PromptHead, RenderedPrompt
+from headrace.text.template import ChatTemplate, PromptPrefix, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.media import PromptMedia
@@ -92,7 +92,7 @@ class ChatPrompts:
         # A structure must match byte for byte, even where the tokenizer would drop a text's first space.
         begins_with_form = request.structure is not None and not prompt.thinking_open
         if begins_with_form or request.continue_final_message:
-            detokenizer.follow(prompt.token_ids)
+            detokenizer.follow_prompt(prompt.token_ids)
         return detokenizer
 
     def _parser(
@@ -113,7 +113,7 @@ class ChatPrompts:
         prompt, _ = await self._prompt(request, None)
         return prompt.token_ids
 
-    async def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
+    async def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptPrefix:
         return await self._text_work.run(_texts(request), self._template.render_answered, request, answer)
 
     def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from headrace.common_prefix import common_length
 from headrace.engine.engine import Engine
 from headrace.errors import HeadraceError
-from headrace.text.template import PromptHead
+from headrace.text.template import PromptPrefix
 from headrace.types.chat import ChatMessage, ChatRequest
 from headrace.types.request import IDLE_PRIORITY, GenerationRequest
 
@@ -50,7 +50,7 @@ class IdleTurns:
     render: how a request and its answer begin the next prompt.
     """
 
-    def __init__(self, engine: Engine, render: Callable[[ChatRequest, ChatMessage], Awaitable[PromptHead]]) -> None:
+    def __init__(self, engine: Engine, render: Callable[[ChatRequest, ChatMessage], Awaitable[PromptPrefix]]) -> None:
         self._engine = engine
         self._render = render
         self._waiting: deque[FinishedTurn] = deque(maxlen=_MAX_WAITING)

@@ -62,12 +62,12 @@ class PoolingInputs:
             return TokenizedInput(self._fitted(given, cut, 0, param))
         if not given:
             raise InvalidRequest(f"{param} must not be empty", param=param)
-        frames = self._tokenizer.frames
-        num_special = frames.num_single if request.adds_special_tokens else 0
+        post_processor = self._tokenizer.post_processor
+        num_special = post_processor.num_added if request.adds_special_tokens else 0
         token_ids = self._fitted(self._encoded(prompt + given, param, is_cut=cut is not None), cut, num_special, param)
         if not token_ids:
             raise InvalidRequest(f"{param} has no tokens", param=param)
-        return TokenizedInput(frames.around(token_ids) if request.adds_special_tokens else token_ids)
+        return TokenizedInput(post_processor.single(token_ids) if request.adds_special_tokens else token_ids)
 
     def scored(self, request: ScoreRequest) -> list[TokenizedInput]:
         """Raises InvalidRequest and ContextTooLong, naming the field of the text that is wrong."""
@@ -94,8 +94,9 @@ class PoolingInputs:
                 most = request.max_document_tokens if kind == "document" else None
                 is_cut = cut is not None or most is not None
                 token_ids = self._encoded(prompt_of(self._traits, None, kind) + text, param, is_cut=is_cut)[:most]
-                frames = self._tokenizer.frames
-                inputs.append(TokenizedInput(frames.around(self._fitted(token_ids, cut, frames.num_single, param))))
+                post_processor = self._tokenizer.post_processor
+                fitted = self._fitted(token_ids, cut, post_processor.num_added, param)
+                inputs.append(TokenizedInput(post_processor.single(fitted)))
             return places[kind, text]
 
         pairs = [
@@ -105,17 +106,17 @@ class PoolingInputs:
         return inputs, pairs
 
     def _pair(self, request: ScoreRequest, query: str, document: str, known: dict[str, Ids]) -> TokenizedInput:
-        cut, frames = request.options.truncation, self._tokenizer.frames
+        cut, post_processor = request.options.truncation, self._tokenizer.post_processor
         first = self._known(query, request, request.query_field, known)
         second = self._known(document, request, request.document_field, known)[: request.max_document_tokens]
-        room = self._limit(cut) - frames.num_pair
+        room = self._limit(cut) - post_processor.num_added_to_pair
         if len(first) + len(second) > room:
             if cut is None:
-                self._refuse(len(first) + len(second) + frames.num_pair, request.document_field)
+                self._refuse(len(first) + len(second) + post_processor.num_added_to_pair, request.document_field)
             if room < 2:
                 raise _no_room(self._limit(cut), "a pair")
             first, second = _longest_cut(first, second, room, keeps_end=cut is not None and cut.keeps_end)
-        token_ids, start = frames.around_pair(first, second)
+        token_ids, start = post_processor.pair(first, second)
         return TokenizedInput(token_ids, start)
 
     def _in_template(self, request: ScoreRequest, query: str, document: str, known: dict[str, Ids]) -> TokenizedInput:

@@ -133,7 +133,7 @@ class CompletionPrompts:
         choices = []
         for choice in range(first_choice, first_choice + request.options.num_choices):
             detokenizer = self._tokenizer.detokenizer()
-            detokenizer.follow(token_ids)
+            detokenizer.follow_prompt(token_ids)
             parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.options.stop_strings)
             choices.append(ChoiceOutputProcessor(choice, detokenizer, parser, scorer))
         model, rendered = self._builder.model, RenderedPrompt(token_ids, (), False, "")

@@ -42,25 +42,25 @@ class TextBoundary:
 class RenderedChat:
     """A rendered conversation.
 
-    text: with the generation prompt, or with the last message unfinished. num_settled: messages without that one.
+    text: with the generation prompt, or with the last message unfinished. num_finished: messages without that one.
     render: renders the beginning of the conversation.
-    num_agreed: if these are the last messages of a conversation, how many characters at the end are as in that one.
+    num_agreed: length of the text's common suffix with the whole conversation, if these are its last messages.
     """
 
     text: str
     messages: tuple[ChatMessage, ...]
-    num_settled: int
+    num_finished: int
     render: Render
     num_agreed: int
 
     @property
-    def settled(self) -> tuple[ChatMessage, ...]:
-        return self.messages[: self.num_settled]
+    def finished(self) -> tuple[ChatMessage, ...]:
+        return self.messages[: self.num_finished]
 
 
-def last_messages(messages: tuple[ChatMessage, ...], num_settled: int) -> tuple[ChatMessage, ...]:
+def last_messages(messages: tuple[ChatMessage, ...], num_finished: int) -> tuple[ChatMessage, ...]:
     """The end of a long conversation, as one that begins with a question; all messages of a short one."""
-    start = num_settled - MAX_MESSAGES
+    start = num_finished - MAX_MESSAGES
     while start > 0 and messages[start].role not in ("user", "assistant"):
         start -= 1  # the results of a call follow it
     if start <= num_leading_system(messages) + 1:
@@ -68,8 +68,8 @@ def last_messages(messages: tuple[ChatMessage, ...], num_settled: int) -> tuple[
     return messages[start:] if messages[start].role == "user" else (QUESTION, *messages[start:])
 
 
-def num_agreed(text: str, whole: str) -> int:
-    """How many characters at the end of two texts are the same."""
+def common_suffix_length(text: str, whole: str) -> int:
+    # of a long text, only as much is reversed as may agree
     return common_length(text[::-1], whole[-len(text) :][::-1]) if text else 0
 
 
@@ -78,13 +78,13 @@ def find_boundaries(chat: RenderedChat, tail: RenderedChat) -> list[TextBoundary
 
     A template that refuses a prefix gives no boundary there.
     """
-    settled = tail.settled
-    first = max(num_leading_system(settled) + 1, len(settled) - MAX_MESSAGES)
+    finished = tail.finished
+    first = max(num_leading_system(finished) + 1, len(finished) - MAX_MESSAGES)
     found = [
-        (shared_length(tail, settled[:end], settled[end].role), BoundaryKind.MESSAGE)
-        for end in range(first, len(settled))
+        (shared_length(tail, finished[:end], finished[end].role), BoundaryKind.MESSAGE)
+        for end in range(first, len(finished))
     ]
-    if settled:
+    if finished:
         found.append((_prompt_length(tail), BoundaryKind.PROMPT))
     before = len(chat.text) - len(tail.text)
     return [
@@ -95,13 +95,13 @@ def find_boundaries(chat: RenderedChat, tail: RenderedChat) -> list[TextBoundary
 
 
 def prompt_boundary(chat: RenderedChat) -> list[TextBoundary]:
-    length = _prompt_length(chat) if chat.settled else 0
+    length = _prompt_length(chat) if chat.finished else 0
     return [TextBoundary(length, BoundaryKind.PROMPT)] if length else []
 
 
 def _prompt_length(chat: RenderedChat) -> int:
-    length = shared_length(chat, chat.settled, "assistant")
-    answered = chat.render((*chat.settled, _probe("assistant")))
+    length = shared_length(chat, chat.finished, "assistant")
+    answered = chat.render((*chat.finished, _probe("assistant")))
     return length if answered is None else min(length, common_length(chat.text, answered))
 
 

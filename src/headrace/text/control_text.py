@@ -22,7 +22,7 @@ EDGE = "\ufdd3"
 
 _MARKS = f"{_OPEN}{_CLOSE}{EDGE}"
 
-CUT = "\ufdd2"
+UNFINISHED_END = "\ufdd2"
 """Noncharacter that marks the end of an unfinished last message."""
 
 

@@ -303,7 +303,7 @@ class Detokenizer:
         self._decoder = pieces.new_decoder()
         self._num_to_drop = 0
 
-    def follow(self, token_ids: Sequence[int]) -> None:
+    def follow_prompt(self, token_ids: Sequence[int]) -> None:
         """Continue a prompt's text, of which only an unfinished last character comes out.
 
         A space that the tokenizer drops at the beginning of a text is then kept.

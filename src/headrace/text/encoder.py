@@ -53,14 +53,14 @@ class TextEncoder:
         self._backend = backend
         self._cache: LruCache[str, EncodedIds] = LruCache(REMEMBERED_BYTES)
 
-    def encode(self, text: str, *, frames: bool) -> EncodedIds:
-        """Token ids of one text. frames: with the tokenizer's tokens around a document.
+    def encode(self, text: str, *, adds_special_tokens: bool) -> EncodedIds:
+        """Token ids of one text. adds_special_tokens: those that the tokenizer adds to a document.
 
         Raises InvalidRequest for a text that the library fails on, or that takes it too long or too much memory.
         """
         check_cancelled()
         try:
-            return self._encode(text, frames=frames)
+            return self._encode(text, adds_special_tokens=adds_special_tokens)
         except LimitExceeded as error:
             raise InvalidRequest(f"the text can't be split into tokens: {_REASONS[error.reason]}") from error
         except BaseException as error:
@@ -68,21 +68,21 @@ class TextEncoder:
                 raise
             raise InvalidRequest("the text can't be split into tokens: the tokenizer fails on it") from error
 
-    def _encode(self, text: str, *, frames: bool) -> EncodedIds:
+    def _encode(self, text: str, *, adds_special_tokens: bool) -> EncodedIds:
         if len(text) < MIN_SEGMENT:
-            return self._encode_new([text], frames=frames)[0]
-        if not frames:
+            return self._encode_new([text], adds_special_tokens=adds_special_tokens)[0]
+        if not adds_special_tokens:
             return self._encode_segments(text)
-        if self._frame is None:
-            return self._encode_new([text], frames=True)[0]
-        before, behind = self._frame
-        return np.concatenate([before, self._encode_segments(text), behind])
+        if self._special_tokens is None:
+            return self._encode_new([text], adds_special_tokens=True)[0]
+        before, after = self._special_tokens
+        return np.concatenate([before, self._encode_segments(text), after])
 
     def _encode_segments(self, text: str) -> EncodedIds:
         segments = self._cuts.segments(text)
         known = [self._cache.get(segment) for segment in segments]
         missing = [segment for segment, token_ids in zip(segments, known, strict=True) if token_ids is None]
-        encoded = iter(self._encode_new(missing, frames=False))
+        encoded = iter(self._encode_new(missing, adds_special_tokens=False))
         parts = [next(encoded) if token_ids is None else token_ids for token_ids in known]
         if not self._cuts.fit(parts):
             # The library does not split this tokenizer's texts as its list of added tokens says.
@@ -93,20 +93,22 @@ class TextEncoder:
                 self._cache.put(segment, token_ids, sys.getsizeof(segment) + token_ids.nbytes + _ENTRY_BYTES)
         return np.concatenate([parts[0], *(token_ids[1:] for token_ids in parts[1:])])
 
-    def _encode_new(self, texts: list[str], *, frames: bool) -> list[EncodedIds]:
+    def _encode_new(self, texts: list[str], *, adds_special_tokens: bool) -> list[EncodedIds]:
         num_chars = sum(map(len, texts))
         with nullcontext() if num_chars <= _SHORT_TEXT else set_aside():
             if num_chars > LONG_TEXT:
-                return self._encode_apart(texts, frames=frames)
-            return encode_all(self._backend, texts, frames=frames)
+                return self._encode_apart(texts, adds_special_tokens=adds_special_tokens)
+            return encode_all(self._backend, texts, adds_special_tokens=adds_special_tokens)
 
-    def _encode_apart(self, texts: list[str], *, frames: bool) -> list[EncodedIds]:
+    def _encode_apart(self, texts: list[str], *, adds_special_tokens: bool) -> list[EncodedIds]:
         try:
             try:
-                return _sandbox().run(_encode_known, self._key, texts, frames, timeout_s=_TIMEOUT_S)
+                return _sandbox().run(_encode_known, self._key, texts, adds_special_tokens, timeout_s=_TIMEOUT_S)
             except KeyError:  # a process that does not have this tokenizer yet
                 specification = self._backend.to_str()
-                return _sandbox().run(_encode_first, specification, self._key, texts, frames, timeout_s=_TIMEOUT_S)
+                return _sandbox().run(
+                    _encode_first, specification, self._key, texts, adds_special_tokens, timeout_s=_TIMEOUT_S
+                )
         except RuntimeError as error:  # a panic, which can't be pickled
             raise LimitExceeded("crash") from error
 
@@ -115,13 +117,13 @@ class TextEncoder:
         return find_cuts(self._backend)
 
     @functools.cached_property
-    def _frame(self) -> tuple[EncodedIds, EncodedIds] | None:
+    def _special_tokens(self) -> tuple[EncodedIds, EncodedIds] | None:
         """The tokenizer's tokens before and after a document; None if unknown."""
         for text, token_id in self._cuts.token_ids.items():
-            (framed,) = self._encode_new([text], frames=True)
-            if np.count_nonzero(framed == token_id) == 1:
-                before, _, behind = np.split(framed, [place := int(np.argmax(framed == token_id)), place + 1])
-                return before, behind
+            (token_ids,) = self._encode_new([text], adds_special_tokens=True)
+            if np.count_nonzero(token_ids == token_id) == 1:
+                index = int(np.argmax(token_ids == token_id))
+                return token_ids[:index], token_ids[index + 1 :]
         return None
 
     @functools.cached_property
@@ -129,12 +131,12 @@ class TextEncoder:
         return sha256(self._backend.to_str().encode()).digest()
 
 
-def encode_all(backend: Backend, texts: list[str], *, frames: bool) -> list[EncodedIds]:
+def encode_all(backend: Backend, texts: list[str], *, adds_special_tokens: bool) -> list[EncodedIds]:
     """Token ids of texts, in this process.
 
     As a batch, even of one: the library's call for a single text blocks every other thread of the process.
     """
-    encodings = backend.encode_batch_fast(texts, add_special_tokens=frames)
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=adds_special_tokens)
     return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 
@@ -159,15 +161,15 @@ def _sandbox() -> Sandbox:
 _backends: dict[bytes, Backend] = {}
 
 
-def _encode_known(key: bytes, texts: list[str], frames: bool) -> list[EncodedIds]:
-    return encode_all(_backends[key], texts, frames=frames)
+def _encode_known(key: bytes, texts: list[str], adds_special_tokens: bool) -> list[EncodedIds]:
+    return encode_all(_backends[key], texts, adds_special_tokens=adds_special_tokens)
 
 
-def _encode_first(specification: str, key: bytes, texts: list[str], frames: bool) -> list[EncodedIds]:
+def _encode_first(specification: str, key: bytes, texts: list[str], adds_special_tokens: bool) -> list[EncodedIds]:
     if len(_backends) == _MAX_BACKENDS:
         _backends.clear()
     _backends[key] = Backend.from_str(specification)
-    return _encode_known(key, texts, frames)
+    return _encode_known(key, texts, adds_special_tokens)
 
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -202,7 +204,7 @@ class PlainTextEncoder:
     def encode(self, runs: Iterable[tuple[str, bool]]) -> EncodedIds:
         """Token ids of the runs as one text; in runs marked true the spelling of an added token is text."""
         text = "".join(run if is_plain else self._with_names(run) for run, is_plain in runs)
-        return self._original_ids[self._encoder.encode(text, frames=False)]
+        return self._original_ids[self._encoder.encode(text, adds_special_tokens=False)]
 
     def _with_names(self, text: str) -> str:
         return self._added_text.sub(lambda match: self._names[match[0]], text)

@@ -17,15 +17,15 @@ from headrace.lru_cache import LruCache
 from headrace.text.boundaries import (
     RenderedChat,
     TextBoundary,
+    common_suffix_length,
     digest_of,
     digest_of_variables,
     find_boundaries,
     last_messages,
-    num_agreed,
     prompt_boundary,
     shared_length,
 )
-from headrace.text.control_text import CUT, ControlText, Run, find_control_tokens
+from headrace.text.control_text import UNFINISHED_END, ControlText, Run, find_control_tokens
 from headrace.text.encoder import EncodedIds
 from headrace.text.history import HistoryPolicy, Renderer, TurnCache, with_thinking_apart
 from headrace.text.normalise import SystemNotes, normalise, num_leading_system, template_tool, with_system_line
@@ -52,7 +52,7 @@ _RESERVED_OPTIONS = frozenset(
 
 _MAX_TOOLS = 64
 """Lists of tools that are cached as the template gets them."""
-_MAX_HEAD_CHARS = 16_000_000
+_MAX_SYSTEM_CHARS = 16_000_000
 """Of all cached beginnings of conversations."""
 
 # Begins differently from the boundary probes, so that none reaches into it.
@@ -75,7 +75,7 @@ class RenderedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptHead:
+class PromptPrefix:
     """The beginning of a prompt, up to a boundary."""
 
     token_ids: tuple[int, ...]
@@ -124,7 +124,7 @@ class ChatTemplate:
         )
         self._turns = None if self._source is None else TurnCache(self._source, family)
         self._tools: LruCache[bytes, Any] = LruCache(_MAX_TOOLS)
-        self._heads: LruCache[tuple[object, ...], str] = LruCache(_MAX_HEAD_CHARS)
+        self._system_texts: LruCache[tuple[object, ...], str] = LruCache(_MAX_SYSTEM_CHARS)
         """Renderings up to the end of the system prompt, by a digest of the variables and the messages."""
 
     @property
@@ -141,7 +141,7 @@ class ChatTemplate:
         generation. Raises InvalidRequest if the model has no template or the template refuses the conversation,
         UnsupportedField for media and for a thinking switch that the model doesn't have, and ContextTooLong.
         """
-        messages, renderers = self._begin(request)
+        messages, renderers = self._prepare(request)
         if request.continue_final_message:
             _refuse_unfinished(request.messages[-1])
         chat = _rendered(renderers.whole, messages, is_unfinished=request.continue_final_message)
@@ -151,7 +151,7 @@ class ChatTemplate:
         boundaries: tuple[Boundary, ...] = ()
         if finds_boundaries:  # only once it is known that the prompt fits
             found = find_boundaries(chat, tail) or prompt_boundary(chat)
-            boundaries = self._token_boundaries(ends, encoded, [*self._head_boundary(chat, renderers), *found])
+            boundaries = self._token_boundaries(ends, encoded, [*self._system_boundary(chat, renderers), *found])
         return RenderedPrompt(
             token_ids=tuple(encoded.tolist()),
             boundaries=boundaries,
@@ -165,22 +165,22 @@ class ChatTemplate:
             return request
         return replace(request, messages=matched_results(request.messages, self._source.traits))
 
-    def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
+    def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptPrefix:
         """How a request and its answer will begin the next prompt; empty if unknown.
 
         Raises what `render` does.
         """
         followed = replace(request, messages=(*request.messages, answer, _NEXT_QUESTION))
-        messages, renderers = self._begin(followed)
+        messages, renderers = self._prepare(followed)
         chat = _rendered(renderers.whole, messages)
         runs, ends = self._control_text.parts(chat.text)
         encoded, _ = self._encode(runs, None)
         length = _answered_length(chat, _tail(chat, renderers))
         boundaries = self._token_boundaries(ends, encoded, [TextBoundary(length, BoundaryKind.MESSAGE)])
         num_tokens = boundaries[0].num_tokens if boundaries else 0
-        return PromptHead(tuple(encoded[:num_tokens].tolist()), boundaries)
+        return PromptPrefix(tuple(encoded[:num_tokens].tolist()), boundaries)
 
-    def _begin(self, request: ChatRequest) -> tuple[tuple[ChatMessage, ...], _Renderers]:
+    def _prepare(self, request: ChatRequest) -> tuple[tuple[ChatMessage, ...], _Renderers]:
         source = self._source
         if source is None:
             raise InvalidRequest("the model has no chat template, so it can't take messages", param="messages")
@@ -192,29 +192,29 @@ class ChatTemplate:
             given = with_system_line(given, words[0] if thinking else words[1])
         messages = normalise(given, source.traits, self._system_notes)
         variables = self._variables(request)
-        short = {name: value for name, value in variables.items() if name != "tools"}
+        without_tools = {name: value for name, value in variables.items() if name != "tools"}
         if self._history is HistoryPolicy.STABLE and any(message.role == "assistant" for message in messages):
             assert self._turns is not None
-            if (stable := self._turns.stable_renderers(variables, short)) is not None:
+            if (stable := self._turns.stable_renderers(variables, without_tools)) is not None:
                 apart = tuple(with_thinking_apart(message, self._family) for message in messages)
                 return apart, _Renderers(*stable, variables)
         whole = tail = RequestRenderer(source, variables)
         if "tools" in variables:
-            tail = RequestRenderer(source, short)
+            tail = RequestRenderer(source, without_tools)
         return messages, _Renderers(whole, tail, variables)
 
-    def _head_boundary(self, chat: RenderedChat, renderers: _Renderers) -> list[TextBoundary]:
+    def _system_boundary(self, chat: RenderedChat, renderers: _Renderers) -> list[TextBoundary]:
         """After the system prompt and the tools."""
-        num_system = num_leading_system(chat.settled)
+        num_system = num_leading_system(chat.finished)
         if not num_system and "tools" not in renderers.variables:
             return []
         head = chat.messages[:num_system]
         following = chat.messages[num_system].role if num_system < len(chat.messages) else "user"
         key = digest_of_variables(renderers.variables), head, following
-        text = self._heads.get(key)
+        text = self._system_texts.get(key)
         if text is None or not chat.text.startswith(text):
             text = chat.text[: shared_length(chat, head, following)]
-            self._heads.put(key, text, 1 + len(text))
+            self._system_texts.put(key, text, 1 + len(text))
         return [TextBoundary(len(text), BoundaryKind.SYSTEM)] if text else []
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
@@ -305,17 +305,17 @@ def _rendered(
 ) -> RenderedChat:
     """whole: the conversation that ends in these messages; None if they are all."""
     text = _render_unfinished(renderer, messages) if is_unfinished else renderer.render(messages)
-    agreed = len(text) if whole is None else num_agreed(text, whole)
+    agreed = len(text) if whole is None else common_suffix_length(text, whole)
     return RenderedChat(text, messages, len(messages) - is_unfinished, renderer.try_render, agreed)
 
 
 def _tail(chat: RenderedChat, renderers: _Renderers) -> RenderedChat:
     """The last messages of a conversation, or all of it if that is as little work."""
-    messages = last_messages(chat.messages, chat.num_settled)
+    messages = last_messages(chat.messages, chat.num_finished)
     if messages is chat.messages and renderers.tail is renderers.whole:
         return chat
     try:
-        is_unfinished = chat.num_settled < len(chat.messages)
+        is_unfinished = chat.num_finished < len(chat.messages)
         return _rendered(renderers.tail, messages, is_unfinished=is_unfinished, whole=chat.text)
     except InvalidRequest:
         return replace(chat, num_agreed=0)
@@ -331,7 +331,7 @@ def _answered_length(chat: RenderedChat, tail: RenderedChat) -> int:
 
 def _opening(chat: RenderedChat) -> str:
     """What follows the finished messages: the generation prompt, or an unfinished answer."""
-    history = chat.render(chat.settled) if chat.settled else None
+    history = chat.render(chat.finished) if chat.finished else None
     return chat.text[common_length(chat.text, history or "") :]
 
 
@@ -357,11 +357,11 @@ def _render_unfinished(renderer: Renderer, messages: tuple[ChatMessage, ...]) ->
     """The text up to the end of the last message's content, or of its thinking if it has no content."""
     last = messages[-1]
     if last.content:
-        marked = replace(last, content=(TextPart(content_text(last) + CUT),))
+        marked = replace(last, content=(TextPart(content_text(last) + UNFINISHED_END),))
     else:
-        marked = replace(last, reasoning=f"{last.reasoning}{CUT}")
+        marked = replace(last, reasoning=f"{last.reasoning}{UNFINISHED_END}")
     rendered = renderer.render_unfinished((*messages[:-1], marked))
-    text, found, _ = rendered.rpartition(CUT)
+    text, found, _ = rendered.rpartition(UNFINISHED_END)
     if not found:
         raise InvalidRequest(
             "the model's chat template does not show the message to be continued", param="continue_final_message"

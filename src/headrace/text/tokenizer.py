@@ -14,7 +14,7 @@ from headrace.errors import ModelError
 from headrace.isolation import errors_as, first_line
 from headrace.text.detokenize import Detokenizer, TokenPieces
 from headrace.text.encoder import EncodedIds, PlainTextEncoder, TextEncoder
-from headrace.text.frames import Frames, find_frames
+from headrace.text.post_processor import PostProcessor, find_post_processor
 from headrace.text.token_bound import TokenBound, find_token_bound
 from headrace.types.model import TokenIds
 
@@ -34,7 +34,7 @@ class Tokenizer:
         template_variables: dict[str, str] | None = None,
         has_types: bool = False,
     ) -> None:
-        """has_types: see Frames."""
+        """has_types: see PostProcessor."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -92,17 +92,17 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in self._added.items() if token.single_word)
 
     def encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self._encoder.encode(well_formed(text), frames=False).tolist()
+        token_ids: list[int] = self._encoder.encode(well_formed(text), adds_special_tokens=False).tolist()
         return token_ids
 
     def encode_document(self, text: str) -> list[int]:
         """Token ids of a text as a document: with BOS, for instance, if the tokenizer adds it."""
-        token_ids: list[int] = self._encoder.encode(well_formed(text), frames=True).tolist()
+        token_ids: list[int] = self._encoder.encode(well_formed(text), adds_special_tokens=True).tolist()
         return token_ids
 
     @cached_property
-    def frames(self) -> Frames:
-        return find_frames(self._backend, has_types=self._has_types)
+    def post_processor(self) -> PostProcessor:
+        return find_post_processor(self._backend, has_types=self._has_types)
 
     def least_num_tokens(self, texts: Iterable[str]) -> int:
         return 0 if self._bound is None else self._bound.least_num_tokens(texts)
@@ -111,7 +111,7 @@ class Tokenizer:
         """Token ids of runs of text that belong together; in those marked true, added tokens stay text."""
         if any(is_plain for _, is_plain in runs):
             return self._plain_encoder.encode((well_formed(text), is_plain) for text, is_plain in runs)
-        return self._encoder.encode(well_formed("".join(text for text, _ in runs)), frames=False)
+        return self._encoder.encode(well_formed("".join(text for text, _ in runs)), adds_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, keep_special: frozenset[str] = frozenset()) -> str:
         """Text of token ids. Special tokens are left out unless kept; unknown ids are skipped."""

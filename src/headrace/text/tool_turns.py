@@ -181,7 +181,7 @@ def content_text(message: ChatMessage) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _OpenCall:
     """A call: the client's id, its new id, and whether its result has been found."""
 
     sent_id: str
@@ -197,11 +197,11 @@ def paired_results(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     field, for a second result of one call and if no call is left.
     """
     paired = list(messages)
-    open_calls: dict[str, deque[_Call]] = {}
+    open_calls: dict[str, deque[_OpenCall]] = {}
     starts = [index for index, message in enumerate(messages) if message.tool_calls]
     num_calls = 0
     for start, end in zip((-1, *starts), (*starts, len(messages)), strict=True):
-        turn: list[_Call] = []
+        turn: list[_OpenCall] = []
         if start >= 0:
             turn = _with_unique_ids(messages[start].tool_calls, num_calls)
             num_calls += len(turn)
@@ -244,11 +244,11 @@ def _sorted(results: Iterable[ChatMessage], places: dict[str | None, int]) -> li
     return sorted(results, key=lambda result: places.get(result.tool_call_id, len(places)))
 
 
-def _with_unique_ids(calls: Sequence[ToolCall], num_earlier: int) -> list[_Call]:
+def _with_unique_ids(calls: Sequence[ToolCall], num_earlier: int) -> list[_OpenCall]:
     """num_earlier: calls earlier in the conversation, from which generated ids count on."""
     taken = {call.id for call in calls}
     seen: set[str] = set()
-    unique: list[_Call] = []
+    unique: list[_OpenCall] = []
     for number, call in enumerate(calls, start=num_earlier):
         call_id = call.id
         if not call_id or call_id in seen:
@@ -257,11 +257,11 @@ def _with_unique_ids(calls: Sequence[ToolCall], num_earlier: int) -> list[_Call]
                 call_id += "_"
             taken.add(call_id)
         seen.add(call_id)
-        unique.append(_Call(call.id, call if call_id == call.id else replace(call, id=call_id)))
+        unique.append(_OpenCall(call.id, call if call_id == call.id else replace(call, id=call_id)))
     return unique
 
 
-def _answering(result: ChatMessage, candidates: deque[_Call]) -> ChatMessage:
+def _answering(result: ChatMessage, candidates: deque[_OpenCall]) -> ChatMessage:
     """The result with the id and name of the first of these calls without one; removes those that have one."""
     while candidates:
         found = candidates.popleft()
