@@ -21,7 +21,7 @@ from headrace.families.registry import find_family
 from headrace.server.app import build_app
 from headrace.session.models import Models
 from headrace.session.session import Session
-from headrace.text.template import PromptHead, RenderedPrompt
+from headrace.text.template import PromptPrefix, RenderedPrompt
 from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions, TextPart
 from headrace.types.events import FinishReason, Forecast, TokenLogprobs, TokenOutput
 from headrace.types.media import Route
@@ -91,7 +91,7 @@ class ByteDetokenizer:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def follow(self, token_ids: Sequence[int]) -> None:
+    def follow_prompt(self, token_ids: Sequence[int]) -> None:
         self.push(token_ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -129,9 +129,9 @@ class PlainTemplate:
             token_ids=tuple(rendered.encode()), boundaries=(), thinking_open=self._thinking_open, text=rendered
         )
 
-    def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptHead:
+    def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptPrefix:
         prompt = self.render(replace(request, messages=(*request.messages, answer)))
-        return PromptHead(prompt.token_ids, prompt.boundaries)
+        return PromptPrefix(prompt.token_ids, prompt.boundaries)
 
 
 Step = Sequence[int] | Exception | asyncio.Event | str

@@ -12,14 +12,14 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from headrace.api.answer_encoder import AnswerHeading, server_sent
 from headrace.api.openai_answer import ChatAnswer
 from headrace.types.events import (
+    DecodedLogprob,
+    DecodedPromptLogprobs,
     Event,
     Finished,
     FinishReason,
-    PromptScores,
     Reasoning,
     Started,
     Text,
-    TokenScore,
     ToolArguments,
     ToolCallStart,
     Usage,
@@ -53,8 +53,8 @@ def chunks(events: list[Event] = EVENTS, answer: ChatAnswer | None = None) -> li
     return [chunk for event in events for chunk in answer.chunks(event)]
 
 
-def score(token_id: int, data: bytes | None, *top: TokenScore, logprob: float = -0.5) -> TokenScore:
-    return TokenScore(token_id, (data or b"<end>").decode(errors="replace"), data, logprob, 1, top)
+def score(token_id: int, data: bytes | None, *top: DecodedLogprob, logprob: float = -0.5) -> DecodedLogprob:
+    return DecodedLogprob(token_id, (data or b"<end>").decode(errors="replace"), data, logprob, 1, top)
 
 
 def test_a_stream_says_the_role_then_the_text_then_the_reason() -> None:
@@ -131,9 +131,9 @@ def test_log_probabilities_stand_with_the_text_that_they_came_with() -> None:
     smile = "😀".encode()
     events: list[Event] = [
         Started(1),
-        Text("a", scores=(score(1, b"a", score(1, b"a"), score(2, b"b", logprob=float("-inf"))),)),
-        Text("😀", scores=(score(3, smile[:1]), score(4, smile[1:]))),
-        Finished(FinishReason.STOP, Usage(1, 4), scores=(score(5, None),)),
+        Text("a", logprobs=(score(1, b"a", score(1, b"a"), score(2, b"b", logprob=float("-inf"))),)),
+        Text("😀", logprobs=(score(3, smile[:1]), score(4, smile[1:]))),
+        Finished(FinishReason.STOP, Usage(1, 4), logprobs=(score(5, None),)),
     ]
     streamed = chunks(events)
     for chunk in streamed:
@@ -162,9 +162,9 @@ def test_log_probabilities_that_were_asked_for_are_a_list_even_without_tokens() 
 
 
 def test_a_prompts_log_probabilities_are_told_by_token_id() -> None:
-    first = TokenScore(7, "<s>", None, None, None)
-    second = TokenScore(8, "x", b"x", -2.0, 3, (TokenScore(9, "y", b"y", -0.5, 1),))
-    whole = ChatAnswer(HEADING).whole([Started(2), PromptScores(0, (first, second)), *EVENTS[1:]])
+    first = DecodedLogprob(7, "<s>", None, None, None)
+    second = DecodedLogprob(8, "x", b"x", -2.0, 3, (DecodedLogprob(9, "y", b"y", -0.5, 1),))
+    whole = ChatAnswer(HEADING).whole([Started(2), DecodedPromptLogprobs(0, (first, second)), *EVENTS[1:]])
     ChatCompletion.model_validate(whole)
     assert whole["prompt_logprobs"] == [
         None,

@@ -10,14 +10,14 @@ from openai.types import Completion
 from headrace.api.answer_encoder import AnswerHeading
 from headrace.api.openai_answer import CompletionAnswer
 from headrace.types.events import (
+    DecodedLogprob,
+    DecodedPromptLogprobs,
     Event,
     Finished,
     FinishReason,
-    PromptScores,
     Reasoning,
     Started,
     Text,
-    TokenScore,
     Usage,
 )
 
@@ -26,17 +26,17 @@ USAGE = Usage(7, 5, 3)
 SMILE = "😀".encode()
 
 
-def score(token_id: int, data: bytes | None, logprob: float | None = -0.5, *top: TokenScore) -> TokenScore:
+def score(token_id: int, data: bytes | None, logprob: float | None = -0.5, *top: DecodedLogprob) -> DecodedLogprob:
     text = "<s>" if data is None else data.decode(errors="replace")
-    return TokenScore(token_id, text, data, logprob, None if logprob is None else 1, top)
+    return DecodedLogprob(token_id, text, data, logprob, None if logprob is None else 1, top)
 
 
 SCORED: list[Event] = [
     Started(2),
-    Text("é!", scores=(score(0, None, None), score(1, "é".encode(), -1.0), score(2, b"!"))),
-    Text("😀", scores=(score(3, SMILE[:2]), score(4, SMILE[2:]))),
-    Text("z", scores=(score(5, b"z", -1.5, score(6, b"y", -0.1), score(7, b"y", -0.2)),)),
-    Finished(FinishReason.STOP, USAGE, scores=(score(8, b"\xff", float("-inf")),)),
+    Text("é!", logprobs=(score(0, None, None), score(1, "é".encode(), -1.0), score(2, b"!"))),
+    Text("😀", logprobs=(score(3, SMILE[:2]), score(4, SMILE[2:]))),
+    Text("z", logprobs=(score(5, b"z", -1.5, score(6, b"y", -0.1), score(7, b"y", -0.2)),)),
+    Finished(FinishReason.STOP, USAGE, logprobs=(score(8, b"\xff", float("-inf")),)),
 ]
 
 
@@ -116,7 +116,9 @@ def test_log_probabilities_that_nobody_asked_for_are_null() -> None:
 def test_a_prompts_log_probabilities_stand_in_all_of_its_choices() -> None:
     told = (score(1, b"a", None), score(2, b"b", -1.0))
     ends = [Finished(FinishReason.STOP, USAGE, choice) for choice in range(4)]
-    whole = CompletionAnswer(HEADING, 4, choices_per_prompt=2).whole([Started(4), PromptScores(2, told), *ends])
+    whole = CompletionAnswer(HEADING, 4, choices_per_prompt=2).whole(
+        [Started(4), DecodedPromptLogprobs(2, told), *ends]
+    )
     wanted = [None, {"2": {"logprob": -1.0, "rank": 1, "decoded_token": "b"}}]
     assert [each.get("prompt_logprobs") for each in whole["choices"]] == [None, None, wanted, wanted]
 

@@ -15,10 +15,10 @@ from headrace.api.answer_encoder import AnswerHeading
 from headrace.api.anthropic_answer import MessagesAnswer
 from headrace.errors import GenerationFailed
 from headrace.types.events import (
+    DecodedPromptLogprobs,
     Event,
     Finished,
     FinishReason,
-    PromptScores,
     Reasoning,
     Started,
     Text,
@@ -181,4 +181,4 @@ def test_an_answer_that_did_not_finish_and_an_event_without_a_form_are_not_swall
     with pytest.raises(ValueError, match="Finished"):
         MessagesAnswer(HEADING).whole(EVENTS[:-1])
     with pytest.raises(TypeError):
-        MessagesAnswer(HEADING).whole([PromptScores(0, ())])
+        MessagesAnswer(HEADING).whole([DecodedPromptLogprobs(0, ())])

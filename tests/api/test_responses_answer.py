@@ -15,14 +15,14 @@ from headrace.api.answer_encoder import AnswerHeading
 from headrace.api.responses_answer import ResponsesAnswer
 from headrace.errors import EngineDead, GenerationFailed, RequestCancelled
 from headrace.types.events import (
+    DecodedLogprob,
+    DecodedPromptLogprobs,
     Event,
     Finished,
     FinishReason,
-    PromptScores,
     Reasoning,
     Started,
     Text,
-    TokenScore,
     ToolArguments,
     ToolCallStart,
     Usage,
@@ -328,16 +328,16 @@ def test_a_response_repeats_what_was_asked() -> None:
     assert (response["background"], response["truncation"], response["service_tier"]) == (False, "disabled", "default")
 
 
-def score(text: str, logprob: float, top: tuple[TokenScore, ...] = ()) -> TokenScore:
-    return TokenScore(1, text, text.encode(), logprob, 1, top)
+def score(text: str, logprob: float, top: tuple[DecodedLogprob, ...] = ()) -> DecodedLogprob:
+    return DecodedLogprob(1, text, text.encode(), logprob, 1, top)
 
 
 def test_log_probabilities_stand_beside_the_text_each_once() -> None:
     first, last = score("a", -0.5, (score("a", -0.5), score("b", -1.0))), score("", -0.25)
     events = [
         Started(7),
-        Text("a", scores=(first,)),
-        Finished(FinishReason.STOP, USAGE, scores=(last,)),
+        Text("a", logprobs=(first,)),
+        Finished(FinishReason.STOP, USAGE, logprobs=(last,)),
     ]
     a, b = {"token": "a", "logprob": -0.5, "bytes": [97]}, {"token": "b", "logprob": -1.0, "bytes": [98]}
     sent = stream(events, include=["message.output_text.logprobs"])
@@ -348,12 +348,12 @@ def test_log_probabilities_stand_beside_the_text_each_once() -> None:
 
 
 def test_events_that_a_response_cannot_tell_are_a_mistake_of_ours() -> None:
-    with pytest.raises(TypeError, match="PromptScores"):
-        stream([PromptScores(0, ())])
+    with pytest.raises(TypeError, match="DecodedPromptLogprobs"):
+        stream([DecodedPromptLogprobs(0, ())])
 
 
 def test_every_event_is_one_that_the_official_sdk_knows() -> None:
-    scored = Text("a", scores=(score("a", -0.5),))
+    scored = Text("a", logprobs=(score("a", -0.5),))
     form = answer(tools=TOOLS, include=["message.output_text.logprobs", "reasoning.encrypted_content"])
     events = [
         Started(7), Reasoning("hm"), scored, ToolCallStart(0, "call_a", "agents__close"), ToolArguments(0, "{}"),

@@ -178,7 +178,7 @@ async def test_log_probabilities_are_of_the_model_without_the_grammar(session: S
     told = []
     for each in (request, held):
         events = [event async for event in session.chat(each)]
-        told.append(next(score for event in events if isinstance(event, Text) for score in event.scores))
+        told.append(next(score for event in events if isinstance(event, Text) for score in event.logprobs))
     free, limited = told
     assert [each.token_id for each in limited.top] == [each.token_id for each in free.top]
     # the second prompt comes out of the cache, and its last token rounds otherwise alone

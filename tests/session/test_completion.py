@@ -17,7 +17,16 @@ from headrace.session.prompts import generation_ids
 from headrace.session.session import Session
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import CompletionRequest
-from headrace.types.events import Event, Finished, FinishReason, PromptScores, Started, Text, TokenOutput, Usage
+from headrace.types.events import (
+    DecodedPromptLogprobs,
+    Event,
+    Finished,
+    FinishReason,
+    Started,
+    Text,
+    TokenOutput,
+    Usage,
+)
 from headrace.types.model import TokenIds
 from headrace.types.request import SamplingParams
 
@@ -150,26 +159,26 @@ def test_an_echo_with_scores_tells_those_of_the_prompt_too() -> None:
     engine = FakeEngine("c")
     events = events_of(fake_session(engine), complete("ab", echo=True, num_logprobs=2))
     assert engine.requests[0].num_prompt_logprobs == 2
-    scores = [score for event in events[1:] for score in event.scores]
-    assert [score.token_id for score in scores] == [BEGIN, *b"abc"]
-    assert [score.logprob for score in scores] == [None, *(fake_logprobs(byte, 0).logprob for byte in b"abc")]
-    assert [len(score.top) for score in scores] == [0, 2, 2, 2]
-    assert scores[0].data is None
+    logprobs = [token for event in events[1:] for token in event.logprobs]
+    assert [token.token_id for token in logprobs] == [BEGIN, *b"abc"]
+    assert [token.logprob for token in logprobs] == [None, *(fake_logprobs(byte, 0).logprob for byte in b"abc")]
+    assert [len(token.top) for token in logprobs] == [0, 2, 2, 2]
+    assert logprobs[0].data is None
 
 
 def test_an_echo_and_the_prompts_own_scores_have_each_the_alternatives_they_asked_for() -> None:
     engine = FakeEngine("c")
     events = events_of(fake_session(engine), complete("ab", echo=True, num_logprobs=1, num_prompt_logprobs=3))
     assert engine.requests[0].num_prompt_logprobs == 3
-    told = next(event for event in events if isinstance(event, PromptScores))
-    assert [len(score.top) for score in told.scores] == [0, 3, 3]
+    told = next(event for event in events if isinstance(event, DecodedPromptLogprobs))
+    assert [len(token.top) for token in told.logprobs] == [0, 3, 3]
     echoed = next(event for event in events if isinstance(event, Text))
-    assert [len(score.top) for score in echoed.scores] == [0, 1, 1]
+    assert [len(score.top) for score in echoed.logprobs] == [0, 1, 1]
 
 
 def test_the_prompts_own_scores_alone_leave_an_echo_without_any() -> None:
     events = events_of(fake_session(FakeEngine("c")), complete("ab", echo=True, num_prompt_logprobs=3))
-    assert all(event.scores == () for event in events if isinstance(event, Text))
+    assert all(event.logprobs == () for event in events if isinstance(event, Text))
 
 
 def test_no_tokens_at_all_scores_the_prompt_only() -> None:

@@ -33,10 +33,10 @@ from headrace.types.chat import (
     TextPart,
 )
 from headrace.types.events import (
+    DecodedPromptLogprobs,
     Event,
     Finished,
     FinishReason,
-    PromptScores,
     Reasoning,
     Started,
     Text,
@@ -390,24 +390,24 @@ def test_every_token_has_its_score_exactly_once_in_order_however_steps_deliver_i
         steps.append(tuple(tokens[: sizes[len(steps) % len(sizes)]]))
         tokens = tokens[len(steps[-1]) :]
     events = events_of(fake_session(FakeEngine(*steps)), ask(num_logprobs=2, stop_strings=("STOP",)))
-    scores = [score for event in events[1:] for score in event.scores]
-    assert b"".join(score.data for score in scores) == text.encode()
-    assert [score.logprob for score in scores] == [fake_logprobs(byte, 0).logprob for byte in text.encode()]
-    assert all([each.token_id for each in score.top] == [score.token_id, score.token_id + 1] for score in scores)
-    assert all([each.rank for each in score.top] == [1, 2] for score in scores)
+    logprobs = [token for event in events[1:] for token in event.logprobs]
+    assert b"".join(token.data for token in logprobs) == text.encode()
+    assert [token.logprob for token in logprobs] == [fake_logprobs(byte, 0).logprob for byte in text.encode()]
+    assert all([each.token_id for each in token.top] == [token.token_id, token.token_id + 1] for token in logprobs)
+    assert all([each.rank for each in token.top] == [1, 2] for token in logprobs)
 
 
 def test_scores_come_with_text_that_is_certain_and_wait_for_text_that_is_not() -> None:
     events = events_of(fake_session(FakeEngine("a", b"\xc3", b"\xa9", "b")), ask(num_logprobs=0))
-    told = [(event.text, b"".join(score.data for score in event.scores)) for event in events[1:-1]]
+    told = [(event.text, b"".join(token.data for token in event.logprobs)) for event in events[1:-1]]
     assert told == [("a", b"a"), ("é", b"\xc3\xa9"), ("b", b"b")]
 
 
 def test_the_scores_of_a_stop_string_come_with_the_end() -> None:
     wanted = ask(num_logprobs=0, stop_strings=("STOP",))
     events = events_of(fake_session(FakeEngine("ab", "STOP", "never")), wanted)
-    assert b"".join(score.data for score in events[-1].scores) == b"STOP"
-    scored = [score for event in events[1:] for score in event.scores]
+    assert b"".join(token.data for token in events[-1].logprobs) == b"STOP"
+    scored = [token for event in events[1:] for token in event.logprobs]
     assert len(scored) == events[-1].usage.num_output_tokens
 
 
@@ -415,18 +415,18 @@ def test_nobody_is_told_scores_that_were_not_asked_for() -> None:
     engine = FakeEngine("ab")
     events = events_of(fake_session(engine), ask())
     assert (engine.requests[0].num_logprobs, engine.requests[0].num_prompt_logprobs) == (None, None)
-    assert all(event.scores == () for event in events[1:])
+    assert all(event.logprobs == () for event in events[1:])
 
 
 def test_a_prompts_scores_come_before_any_text_and_its_first_token_has_none() -> None:
     events = events_of(fake_session(FakeEngine("ab")), ask("x", num_prompt_logprobs=1))
     _, told, *rest = events
-    assert isinstance(told, PromptScores)
-    assert b"".join(score.data for score in told.scores) == b"user: x\n"
-    assert (told.scores[0].logprob, told.scores[0].rank, told.scores[0].top) == (None, None, ())
-    assert told.scores[1].logprob == fake_logprobs(ord("s"), 0).logprob
-    assert [each.token_id for each in told.scores[1].top] == [ord("s")]
-    assert not any(isinstance(event, PromptScores) for event in rest)
+    assert isinstance(told, DecodedPromptLogprobs)
+    assert b"".join(token.data for token in told.logprobs) == b"user: x\n"
+    assert (told.logprobs[0].logprob, told.logprobs[0].rank, told.logprobs[0].top) == (None, None, ())
+    assert told.logprobs[1].logprob == fake_logprobs(ord("s"), 0).logprob
+    assert [each.token_id for each in told.logprobs[1].top] == [ord("s")]
+    assert not any(isinstance(event, DecodedPromptLogprobs) for event in rest)
 
 
 def test_the_engine_is_told_whose_turn_it_is() -> None:

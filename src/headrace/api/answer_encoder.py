@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pydantic_core import to_json
 
 from headrace.errors import HeadraceError
-from headrace.types.events import Event, TokenScore, Usage
+from headrace.types.events import DecodedLogprob, Event, Usage
 
 # Some clients' readers take these (U+0085, U+2028, U+2029) for line ends, although the event-stream standard does not.
 # JSON does not escape them.
@@ -66,21 +66,21 @@ def approximations(usage: Usage) -> dict[str, Any]:
     }
 
 
-def logprob_entries(scores: Iterable[TokenScore], without_bytes: list[int] | None = None) -> list[dict[str, Any]]:
+def logprob_entries(logprobs: Iterable[DecodedLogprob], without_bytes: list[int] | None = None) -> list[dict[str, Any]]:
     """Log-probabilities of an answer's tokens, with their alternatives, in OpenAI's form.
 
     without_bytes: the bytes of a special token, which is not part of the text.
     """
     return [
-        {**_entry(score, without_bytes), "top_logprobs": [_entry(each, without_bytes) for each in score.top]}
-        for score in scores
+        {**_entry(token, without_bytes), "top_logprobs": [_entry(each, without_bytes) for each in token.top]}
+        for token in logprobs
     ]
 
 
-def _entry(score: TokenScore, without_bytes: list[int] | None) -> dict[str, Any]:
-    assert score.logprob is not None, "an answer's tokens all have log-probabilities"
-    data = without_bytes if score.data is None else list(score.data)
-    return {"token": score.text, "logprob": shown_logprob(score.logprob), "bytes": data}
+def _entry(token: DecodedLogprob, without_bytes: list[int] | None) -> dict[str, Any]:
+    assert token.logprob is not None, "an answer's tokens all have log-probabilities"
+    data = without_bytes if token.data is None else list(token.data)
+    return {"token": token.text, "logprob": shown_logprob(token.logprob), "bytes": data}
 
 
 def shown_logprob(logprob: float) -> float:

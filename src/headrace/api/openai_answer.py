@@ -18,16 +18,16 @@ from headrace.api.error_bodies import openai_error
 from headrace.api.llama_cpp import progress_body, timings_body
 from headrace.errors import HeadraceError
 from headrace.types.events import (
+    DecodedLogprob,
+    DecodedPromptLogprobs,
     Event,
     Finished,
-    HiddenScores,
+    HiddenLogprobs,
     PrefillProgress,
     Progress,
-    PromptScores,
     Reasoning,
     Started,
     Text,
-    TokenScore,
     ToolArguments,
     ToolCallStart,
     Usage,
@@ -169,38 +169,38 @@ class ChatAnswer(ChunkedAnswer):
     def _written(self, event: Event) -> Sequence[dict[str, Any]]:
         match event:
             case Text():
-                return (self._piece(event.choice, {"content": event.text}, event.scores),)
+                return (self._piece(event.choice, {"content": event.text}, event.logprobs),)
             case Reasoning():
-                return (self._piece(event.choice, {self._reasoning_field: event.text}, event.scores),)
+                return (self._piece(event.choice, {self._reasoning_field: event.text}, event.logprobs),)
             case ToolArguments(index, text, choice):
                 return (self._piece(choice, {"tool_calls": [{"index": index, "function": {"arguments": text}}]}),)
             case ToolCallStart(index, id, name, choice):
                 call = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
                 return (self._piece(choice, {"tool_calls": [call]}),)
-            case HiddenScores(scores, choice):
-                return (self._piece(choice, {}, scores),)
+            case HiddenLogprobs(logprobs, choice):
+                return (self._piece(choice, {}, logprobs),)
             case Started():
                 start = {"role": "assistant", "content": ""}
                 return [self._piece(choice, start) for choice in range(self._num_choices)]
             case PrefillProgress(choice):
                 return ({**self._piece(choice), "prompt_progress": progress_body(event)},)
-            case PromptScores(_, scores):
-                return ({"choices": [], "prompt_logprobs": prompt_logprobs_body(scores)},)
+            case DecodedPromptLogprobs(_, logprobs):
+                return ({"choices": [], "prompt_logprobs": prompt_logprobs_body(logprobs)},)
             case Progress():
                 return ()
-            case Finished(reason, _, choice, scores):
-                return (self._piece(choice, {}, scores, reason.value),)
+            case Finished(reason, _, choice, logprobs):
+                return (self._piece(choice, {}, logprobs, reason.value),)
         raise TypeError(f"a chat's answer can't hold {type(event).__name__}")
 
     def _piece(
         self,
         index: int,
         delta: dict[str, Any] | None = None,
-        scores: Sequence[TokenScore] = (),
+        logprobs: Sequence[DecodedLogprob] = (),
         finish_reason: str | None = None,
     ) -> dict[str, Any]:
-        logprobs = {"content": logprob_entries(scores), "refusal": None} if scores else None
-        choice = {"index": index, "delta": delta or {}, "logprobs": logprobs, "finish_reason": finish_reason}
+        body = {"content": logprob_entries(logprobs), "refusal": None} if logprobs else None
+        choice = {"index": index, "delta": delta or {}, "logprobs": body, "finish_reason": finish_reason}
         return {"choices": [choice]}
 
     def _joined(self, index: int, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -217,12 +217,12 @@ class ChatAnswer(ChunkedAnswer):
             message[self._reasoning_field] = reasoning
         if calls:
             message["tool_calls"] = [_joined_call(each) for each in calls.values()]
-        logprobs = None
+        body = None
         if self._includes_logprobs:
             entries = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
-            logprobs = {"content": entries, "refusal": None}
+            body = {"content": entries, "refusal": None}
         finish_reason = pieces[-1]["finish_reason"]
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"index": index, "message": message, "logprobs": body, "finish_reason": finish_reason}
 
 
 def _joined_call(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -250,35 +250,33 @@ class CompletionAnswer(ChunkedAnswer):
     def _written(self, event: Event) -> Sequence[dict[str, Any]]:
         match event:
             case Text():
-                return (self._piece(event.choice, event.text, event.scores),)
-            case HiddenScores(scores, choice):
-                return (self._piece(choice, "", scores),)
+                return (self._piece(event.choice, event.text, event.logprobs),)
+            case HiddenLogprobs(logprobs, choice):
+                return (self._piece(choice, "", logprobs),)
             case Started() | Progress():
                 return ()
             case PrefillProgress(choice):
                 return ({**self._piece(choice), "prompt_progress": progress_body(event)},)
-            case PromptScores(first, scores):
-                body = prompt_logprobs_body(scores)
+            case DecodedPromptLogprobs(first, logprobs):
+                body = prompt_logprobs_body(logprobs)
                 choices = [self._piece(first + index)["choices"][0] for index in range(self._choices_per_prompt)]
                 return [{"choices": [{**choice, "prompt_logprobs": body}]} for choice in choices]
-            case Finished(reason, _, choice, scores):
-                return (self._piece(choice, "", scores, reason.value),)
+            case Finished(reason, _, choice, logprobs):
+                return (self._piece(choice, "", logprobs, reason.value),)
         raise TypeError(f"a completion's answer can't hold {type(event).__name__}")
 
     def _piece(
-        self, index: int, text: str = "", scores: Sequence[TokenScore] = (), finish_reason: str | None = None
+        self, index: int, text: str = "", logprobs: Sequence[DecodedLogprob] = (), finish_reason: str | None = None
     ) -> dict[str, Any]:
-        logprobs = _logprob_lists(scores, self._offsets[index]) if scores else None
-        return {"choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}]}
+        body = _logprob_lists(logprobs, self._offsets[index]) if logprobs else None
+        return {"choices": [{"index": index, "text": text, "logprobs": body, "finish_reason": finish_reason}]}
 
     def _joined(self, index: int, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        logprobs = None
+        body = None
         if self._includes_logprobs:
             parts = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
-            logprobs = {
-                name: [each for part in parts for each in part[name]] for name in _logprob_lists((), _Offsets())
-            }
-        joined = {"text": "".join(piece["text"] for piece in pieces), "logprobs": logprobs}
+            body = {name: [each for part in parts for each in part[name]] for name in _logprob_lists((), _Offsets())}
+        joined = {"text": "".join(piece["text"] for piece in pieces), "logprobs": body}
         # The last piece has the finish reason, one may have the prompt's log-probabilities.
         return {name: value for piece in pieces for name, value in piece.items()} | joined
 
@@ -290,27 +288,27 @@ class _Offsets:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
-    def next(self, score: TokenScore) -> int:
+    def next(self, token: DecodedLogprob) -> int:
         offset = self._length
-        self._length += len(self._utf8.decode(score.data or b""))
+        self._length += len(self._utf8.decode(token.data or b""))
         return offset
 
 
-def _logprob_lists(scores: Sequence[TokenScore], offsets: _Offsets) -> dict[str, list[Any]]:
+def _logprob_lists(logprobs: Sequence[DecodedLogprob], offsets: _Offsets) -> dict[str, list[Any]]:
     return {
-        "tokens": [score.text for score in scores],
-        "token_logprobs": [None if score.logprob is None else shown_logprob(score.logprob) for score in scores],
-        "top_logprobs": [_top(score) for score in scores],
-        "text_offset": [offsets.next(score) for score in scores],
+        "tokens": [token.text for token in logprobs],
+        "token_logprobs": [None if token.logprob is None else shown_logprob(token.logprob) for token in logprobs],
+        "top_logprobs": [_top(token) for token in logprobs],
+        "text_offset": [offsets.next(token) for token in logprobs],
     }
 
 
-def _top(score: TokenScore) -> dict[str, float] | None:
+def _top(token: DecodedLogprob) -> dict[str, float] | None:
     """The most likely tokens and the sampled one. Of tokens with the same text, the most likely one is kept."""
-    if score.logprob is None:
+    if token.logprob is None:
         return None
     top: dict[str, float] = {}
-    for each in (*score.top, score):
+    for each in (*token.top, token):
         assert each.logprob is not None
         top.setdefault(each.text, shown_logprob(each.logprob))
     return top
@@ -334,14 +332,14 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-def prompt_logprobs_body(scores: Sequence[TokenScore]) -> list[dict[str, Any] | None]:
+def prompt_logprobs_body(logprobs: Sequence[DecodedLogprob]) -> list[dict[str, Any] | None]:
     """`prompt_logprobs` in vLLM's form: per token a mapping by id, null for the first token."""
     return [
-        None if score.logprob is None else {str(each.token_id): _decoded(each) for each in (*score.top, score)}
-        for score in scores
+        None if token.logprob is None else {str(each.token_id): _decoded(each) for each in (*token.top, token)}
+        for token in logprobs
     ]
 
 
-def _decoded(score: TokenScore) -> dict[str, Any]:
-    assert score.logprob is not None
-    return {"logprob": shown_logprob(score.logprob), "rank": score.rank, "decoded_token": score.text}
+def _decoded(token: DecodedLogprob) -> dict[str, Any]:
+    assert token.logprob is not None
+    return {"logprob": shown_logprob(token.logprob), "rank": token.rank, "decoded_token": token.text}

@@ -24,14 +24,14 @@ from headrace.api.responses_output import (
 from headrace.api.responses_tools import echoed_tools
 from headrace.errors import HeadraceError, RequestCancelled, RequestError
 from headrace.types.events import (
+    DecodedLogprob,
     Event,
     Finished,
     FinishReason,
-    HiddenScores,
+    HiddenLogprobs,
     Reasoning,
     Started,
     Text,
-    TokenScore,
     ToolArguments,
     ToolCallStart,
     Usage,
@@ -142,7 +142,7 @@ class ResponsesAnswer:
             case Text():
                 if not isinstance(self._open, MessageOutput):
                     yield from self._begin(MessageOutput(includes_logprobs=self._call.includes_logprobs))
-                yield from self._add(event.text, event.scores)
+                yield from self._add(event.text, event.logprobs)
             case Reasoning():
                 if not isinstance(self._open, ReasoningOutput):
                     call = self._call
@@ -153,13 +153,13 @@ class ResponsesAnswer:
                 yield from self._add(text)
             case ToolCallStart(_, call_id, name):
                 yield from self._begin(self._called(call_id, name))
-            case HiddenScores():
-                pass  # the API reports scores for text only
+            case HiddenLogprobs():
+                pass  # the API has log-probabilities of text only
             case Started():
                 yield self._event("response.created", response=self.response())
                 yield self._event("response.in_progress", response=self.response())
-            case Finished(reason, usage, _, scores):
-                yield from self._finish(reason, usage, scores)
+            case Finished(reason, usage, _, logprobs):
+                yield from self._finish(reason, usage, logprobs)
             case _:
                 raise TypeError(f"a response can't hold {type(event).__name__}")
 
@@ -174,10 +174,10 @@ class ResponsesAnswer:
         for kind, fields in item.begin():
             yield self._of_item(item, kind, fields)
 
-    def _add(self, text: str, scores: Sequence[TokenScore] = ()) -> Iterator[dict[str, Any]]:
+    def _add(self, text: str, logprobs: Sequence[DecodedLogprob] = ()) -> Iterator[dict[str, Any]]:
         item = self._open
         assert item is not None, "a piece of an item comes after its begin"
-        for kind, fields in item.add(text, scores):
+        for kind, fields in item.add(text, logprobs):
             yield self._of_item(item, kind, fields)
 
     def _end_item(self, status: str) -> Iterator[dict[str, Any]]:
@@ -190,9 +190,11 @@ class ResponsesAnswer:
         self._done.append(item.body(status))
         yield self._event("response.output_item.done", output_index=index, item=self._done[-1])
 
-    def _finish(self, reason: FinishReason, usage: Usage, scores: Sequence[TokenScore]) -> Iterator[dict[str, Any]]:
+    def _finish(
+        self, reason: FinishReason, usage: Usage, logprobs: Sequence[DecodedLogprob]
+    ) -> Iterator[dict[str, Any]]:
         if isinstance(self._open, MessageOutput):
-            self._open.score(scores)
+            self._open.add_logprobs(logprobs)
         is_cut = reason is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
         yield from self._end_item(status)

@@ -144,7 +144,7 @@ class ResponsesBody(SamplingBody):
     reasoning: ReasoningBody | None = None
     thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    # A response has one choice and no prompt scores.
+    # A response has one choice and no log-probabilities of the prompt.
     n: Literal[1] | None = None
     prompt_logprobs: None = None
 

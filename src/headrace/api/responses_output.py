@@ -13,7 +13,7 @@ from headrace.api.json_body import without_lone_surrogates
 from headrace.api.responses_items import new_item_id
 from headrace.api.responses_tools import INPUT, DeclaredTool
 from headrace.api.responses_turns import sealed
-from headrace.types.events import TokenScore
+from headrace.types.events import DecodedLogprob
 
 _BEGINNING = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 
@@ -93,7 +93,7 @@ class OutputItem(Protocol):
     def begin(self) -> Iterator[OutputEvent]:
         """Events after `output_item.added`."""
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]: ...
+    def add(self, text: str, logprobs: Sequence[DecodedLogprob]) -> Iterator[OutputEvent]: ...
 
     def end(self) -> Iterator[OutputEvent]:
         """Events before `output_item.done`."""
@@ -105,7 +105,7 @@ class MessageOutput:
     def __init__(self, *, includes_logprobs: bool) -> None:
         self.id = new_item_id("message")
         self._text: list[str] = []
-        self._scores: list[TokenScore] = []
+        self._logprobs: list[DecodedLogprob] = []
         self._includes_logprobs = includes_logprobs
 
     def body(self, status: str) -> dict[str, Any]:
@@ -116,15 +116,15 @@ class MessageOutput:
     def begin(self) -> Iterator[OutputEvent]:
         yield "response.content_part.added", {"content_index": 0, "part": self._part()}
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
+    def add(self, text: str, logprobs: Sequence[DecodedLogprob]) -> Iterator[OutputEvent]:
         self._text.append(text)
-        self.score(scores)
-        logprobs = logprob_entries(scores, []) if self._includes_logprobs else []
-        yield "response.output_text.delta", {"content_index": 0, "delta": text, "logprobs": logprobs}
+        self.add_logprobs(logprobs)
+        entries = logprob_entries(logprobs, []) if self._includes_logprobs else []
+        yield "response.output_text.delta", {"content_index": 0, "delta": text, "logprobs": entries}
 
-    def score(self, scores: Iterable[TokenScore]) -> None:
-        """Scores of tokens that produced no text."""
-        self._scores += scores
+    def add_logprobs(self, logprobs: Iterable[DecodedLogprob]) -> None:
+        """Also those of tokens that produced no text."""
+        self._logprobs += logprobs
 
     def end(self) -> Iterator[OutputEvent]:
         part = self._part()
@@ -133,7 +133,7 @@ class MessageOutput:
         yield "response.content_part.done", {"content_index": 0, "part": part}
 
     def _part(self) -> dict[str, Any]:
-        logprobs = logprob_entries(self._scores, []) if self._includes_logprobs else []
+        logprobs = logprob_entries(self._logprobs, []) if self._includes_logprobs else []
         return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": logprobs}
 
 
@@ -163,8 +163,8 @@ class ReasoningOutput:
             part = self._part("summary_text")
             yield "response.reasoning_summary_part.added", {"summary_index": 0, "part": part}
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
-        # This API has no field for scores of thinking.
+    def add(self, text: str, logprobs: Sequence[DecodedLogprob]) -> Iterator[OutputEvent]:
+        # This API has no field for log-probabilities of thinking.
         self._text.append(text)
         yield "response.reasoning_text.delta", {"content_index": 0, "delta": text}
         if self._has_summary:
@@ -199,7 +199,7 @@ class FunctionCallOutput:
     def begin(self) -> Iterator[OutputEvent]:
         yield from ()
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
+    def add(self, text: str, logprobs: Sequence[DecodedLogprob]) -> Iterator[OutputEvent]:
         self._arguments.append(text)
         yield "response.function_call_arguments.delta", {"delta": text}
 
@@ -223,7 +223,7 @@ class CustomCallOutput:
     def begin(self) -> Iterator[OutputEvent]:
         yield from ()
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> Iterator[OutputEvent]:
+    def add(self, text: str, logprobs: Sequence[DecodedLogprob]) -> Iterator[OutputEvent]:
         yield from _input_delta(self._input.push(text))
 
     def end(self) -> Iterator[OutputEvent]:

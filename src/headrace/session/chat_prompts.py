@@ -9,10 +9,10 @@ from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
 from headrace.session.concurrency import TextWork
 from headrace.session.constraint import ChatConstraints, callable_tools
+from headrace.session.logprobs import LogprobDecoder
 from headrace.session.media import MediaReader
 from headrace.session.output_processor import ChoiceOutputProcessor, PromptOutputProcessor
 from headrace.session.prompts import RequestBuilder
-from headrace.session.scores import Scorer
 from headrace.session.sparse import chat_sparse_options
 from headrace.text.detokenize import Detokenizer
 from headrace.text.normalise import media_parts
@@ -35,7 +35,7 @@ class ChatPrompts:
         family: ModelFamily,
         constraints: ChatConstraints,
         media: MediaReader | None,
-        scorer: Scorer,
+        logprob_decoder: LogprobDecoder,
         text_work: TextWork,
     ) -> None:
         self._builder = builder
@@ -45,7 +45,7 @@ class ChatPrompts:
         self._family = family
         self._constraints = constraints
         self._media = media
-        self._scorer = scorer
+        self._logprob_decoder = logprob_decoder
         self._text_work = text_work
 
     async def make(self, request: ChatRequest) -> tuple[PromptOutputProcessor]:
@@ -67,13 +67,13 @@ class ChatPrompts:
         )
         # In a thread: there may be many bad words to encode.
         generation = await run_in_thread(make) if request.options.sampling.bad_words else make()
-        scorer = None if request.options.num_logprobs is None else self._scorer
+        logprob_decoder = None if request.options.num_logprobs is None else self._logprob_decoder
         choices = [
             ChoiceOutputProcessor(
                 choice,
                 self._detokenizer(request, prompt),
                 self._parser(request, prompt, guarantees),
-                scorer,
+                logprob_decoder,
             )
             for choice in range(request.options.num_choices)
         ]
@@ -81,7 +81,7 @@ class ChatPrompts:
             PromptOutputProcessor(
                 generation,
                 choices,
-                self._scorer,
+                self._logprob_decoder,
                 num_prompt_logprobs=request.options.num_prompt_logprobs,
                 kv_bits=self._model.kv_bits,
             ),

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from headrace.session.scores import ScoreQueue, Scorer, TextScores
+from headrace.session.logprobs import LogprobDecoder, LogprobQueue, TextLogprobs
 from headrace.text.detokenize import Detokenizer
 from headrace.text.emitter import ParsedEvent
 from headrace.text.stream_parser import StreamParser
 from headrace.tool_calls.calls import CallFault
 from headrace.types.events import (
+    DecodedLogprob,
+    DecodedPromptLogprobs,
     Event,
     Finished,
     FinishReason,
-    HiddenScores,
+    HiddenLogprobs,
     OutputTimes,
     PrefillProgress,
-    PromptScores,
     Reasoning,
     SparseUsage,
     Text,
     TokenOutput,
-    TokenScore,
     ToolArguments,
     ToolCallStart,
     Usage,
@@ -30,7 +30,7 @@ from headrace.types.events import (
 from headrace.types.media import Route
 from headrace.types.request import GenerationRequest
 
-ChoiceEvent = Text | Reasoning | HiddenScores | ToolCallStart | ToolArguments
+ChoiceEvent = Text | Reasoning | HiddenLogprobs | ToolCallStart | ToolArguments
 """The events of a choice before its end."""
 
 
@@ -41,13 +41,15 @@ class ChoiceOutputProcessor:
     (a marker, half a character) is counted with the text that comes out after it.
 
     choice: its number in the whole request.
-    scorer: None if no log-probabilities were requested.
+    logprob_decoder: None if no log-probabilities were requested.
     stop_string: the one that ended it, or None.
     token_ids: the output without a final stop token; text, reasoning: what it decoded to.
     num_tokens: generated tokens, a final stop token included.
     """
 
-    def __init__(self, choice: int, detokenizer: Detokenizer, parser: StreamParser, scorer: Scorer | None) -> None:
+    def __init__(
+        self, choice: int, detokenizer: Detokenizer, parser: StreamParser, logprob_decoder: LogprobDecoder | None
+    ) -> None:
         self.choice = choice
         self.reason: FinishReason | None = None
         self.token_ids: list[int] = []
@@ -55,8 +57,8 @@ class ChoiceOutputProcessor:
         self.num_reasoning_tokens = 0
         self._detokenizer = detokenizer
         self._parser = parser
-        self._scorer = scorer
-        self._scores = ScoreQueue()
+        self._logprob_decoder = logprob_decoder
+        self._logprob_queue = LogprobQueue()
         self._num_undecided = 0
         self._num_faults_taken = 0
         self._events: list[ChoiceEvent] = []
@@ -91,8 +93,8 @@ class ChoiceOutputProcessor:
             self.num_tokens += 1
             self._num_undecided += 1
             text = self._detokenizer.push_token(token_id)
-            if self._scorer is not None:
-                self._scores.push(self._scorer.score(output.logprobs[index]), text)
+            if self._logprob_decoder is not None:
+                self._logprob_queue.push(self._logprob_decoder.decode(output.logprobs[index]), text)
             self._parse(text)
             if self._parser.stopped:
                 self.reason = FinishReason.STOP
@@ -103,14 +105,14 @@ class ChoiceOutputProcessor:
 
     def _end(self, output: TokenOutput, reason: FinishReason) -> None:
         text = self._detokenizer.finish()
-        self._scores.push(None, text)
+        self._logprob_queue.push(None, text)
         self._parse(text)
         self._add_all(self._parser.finish(cut=reason is FinishReason.LENGTH))
         if output.stop_token_id is not None:
             self.num_tokens += 1
-            if self._scorer is not None:
+            if self._logprob_decoder is not None:
                 # Its bytes are not part of the answer, even if it is an ordinary token.
-                self._scores.push(replace(self._scorer.score(output.logprobs[-1]), data=None), "")
+                self._logprob_queue.push(replace(self._logprob_decoder.decode(output.logprobs[-1]), data=None), "")
         self.reason = self._reason(reason)
 
     def _reason(self, reason: FinishReason) -> FinishReason:
@@ -119,38 +121,38 @@ class ChoiceOutputProcessor:
         called = reason is FinishReason.STOP and self._parser.num_calls
         return FinishReason.TOOL_CALLS if called else reason
 
-    def echo_events(self, text: str, scores: tuple[TokenScore, ...]) -> list[ChoiceEvent]:
+    def echo_events(self, text: str, logprobs: tuple[DecodedLogprob, ...]) -> list[ChoiceEvent]:
         if text:
-            return [Text(text, self.choice, scores)]
-        return [HiddenScores(scores, self.choice)] if scores else []
+            return [Text(text, self.choice, logprobs)]
+        return [HiddenLogprobs(logprobs, self.choice)] if logprobs else []
 
-    def rest_of_scores(self) -> tuple[TokenScore, ...]:
-        """Scores of tokens that no event has carried, after the last event."""
-        return self._scores.rest()
+    def rest_of_logprobs(self) -> tuple[DecodedLogprob, ...]:
+        """Those of tokens that no event has carried, after the last event."""
+        return self._logprob_queue.rest()
 
     def _parse(self, text: str) -> None:
         if text:
             self._add_all(self._parser.push(text))
 
     def _add_all(self, events: Sequence[ParsedEvent]) -> None:
-        scores: Iterator[TextScores] | None = None
-        if self._scorer is not None and events:
+        logprobs: Iterator[TextLogprobs] | None = None
+        if self._logprob_decoder is not None and events:
             texts = [event.text for event in events if isinstance(event, (Text, Reasoning))]
-            scores = iter(self._scores.take(texts, self._parser.num_held))
+            logprobs = iter(self._logprob_queue.take(texts, self._parser.num_held))
         for event in events:
             if isinstance(event, Reasoning):
                 self.num_reasoning_tokens += self._num_undecided
             self._num_undecided = 0
             if isinstance(event, (Text, Reasoning)):
                 self._parsed[type(event)].append(event.text)
-                if scores is not None:
-                    event = self._scored(event, next(scores))
+                if logprobs is not None:
+                    event = self._with_logprobs(event, next(logprobs))
             self._emit(event)
 
-    def _scored(self, event: Text | Reasoning, scores: TextScores) -> Text | Reasoning:
-        if scores.hidden:
-            self._emit(HiddenScores(scores.hidden))
-        return replace(event, scores=scores.own) if scores.own else event
+    def _with_logprobs(self, event: Text | Reasoning, logprobs: TextLogprobs) -> Text | Reasoning:
+        if logprobs.hidden:
+            self._emit(HiddenLogprobs(logprobs.hidden))
+        return replace(event, logprobs=logprobs.own) if logprobs.own else event
 
     def _emit(self, event: ChoiceEvent) -> None:
         """Join an event to the previous one if possible: each event becomes a message on the wire."""
@@ -168,9 +170,9 @@ class ChoiceOutputProcessor:
 def _joined(first: ChoiceEvent, second: ChoiceEvent) -> ChoiceEvent | None:
     match first, second:
         case (Text() as earlier, Text() as later) | (Reasoning() as earlier, Reasoning() as later):
-            return type(earlier)(earlier.text + later.text, earlier.choice, earlier.scores + later.scores)
-        case HiddenScores(scores), HiddenScores(more):
-            return replace(first, scores=scores + more)
+            return type(earlier)(earlier.text + later.text, earlier.choice, earlier.logprobs + later.logprobs)
+        case HiddenLogprobs(logprobs), HiddenLogprobs(more):
+            return replace(first, logprobs=logprobs + more)
         case ToolArguments(index, text), ToolArguments(same, more) if index == same:
             return replace(first, text=text + more)
     return None
@@ -181,10 +183,11 @@ class PromptOutputProcessor:
 
     request: as submitted to the engine.
     choices: in order.
-    scorer: for the prompt's own tokens.
-    num_prompt_logprobs: alternatives in the prompt's own score event, None for no such event.
+    logprob_decoder: for the prompt's own tokens.
+    num_prompt_logprobs: alternatives in the event of the prompt's own log-probabilities, None for no such
+    event.
     echo: the prompt's text if answers begin with it.
-    num_echo_logprobs: alternatives for the echoed tokens, None for no scores.
+    num_echo_logprobs: alternatives for the echoed tokens, None for no log-probabilities.
     times: None before the first output.
     """
 
@@ -192,7 +195,7 @@ class PromptOutputProcessor:
         self,
         request: GenerationRequest,
         choices: Sequence[ChoiceOutputProcessor],
-        scorer: Scorer,
+        logprob_decoder: LogprobDecoder,
         *,
         num_prompt_logprobs: int | None = None,
         echo: str | None = None,
@@ -207,7 +210,7 @@ class PromptOutputProcessor:
         self.num_accepted_tokens = 0
         self.sparse: SparseUsage | None = None
         self.times: OutputTimes | None = None
-        self._scorer = scorer
+        self._logprob_decoder = logprob_decoder
         self._num_prompt_logprobs = num_prompt_logprobs
         self._echo = echo
         self._num_echo_logprobs = num_echo_logprobs
@@ -252,21 +255,21 @@ class PromptOutputProcessor:
     def _begin(self, output: TokenOutput) -> list[Event]:
         self._has_begun = True
         events: list[Event] = []
-        scores: tuple[TokenScore, ...] = ()
+        logprobs: tuple[DecodedLogprob, ...] = ()
         if output.prompt_logprobs is not None:
-            scores = self._scorer.prompt(self.request.prompt, output.prompt_logprobs)
+            logprobs = self._logprob_decoder.decode_prompt(self.request.prompt, output.prompt_logprobs)
         if self._num_prompt_logprobs is not None:
-            events.append(PromptScores(self.choices[0].choice, _cut_top(scores, self._num_prompt_logprobs)))
+            events.append(DecodedPromptLogprobs(self.choices[0].choice, _cut_top(logprobs, self._num_prompt_logprobs)))
         if self._echo is not None:
-            scores = () if self._num_echo_logprobs is None else _cut_top(scores, self._num_echo_logprobs)
+            logprobs = () if self._num_echo_logprobs is None else _cut_top(logprobs, self._num_echo_logprobs)
             for choice in self.choices:
-                events += choice.echo_events(self._echo, scores)
+                events += choice.echo_events(self._echo, logprobs)
         return events
 
     def _finished(self, choice: ChoiceOutputProcessor) -> Finished:
         assert choice.reason is not None
         self._num_open -= 1
-        return Finished(choice.reason, usage_of((self,)), choice.choice, choice.rest_of_scores(), choice.stop_string)
+        return Finished(choice.reason, usage_of((self,)), choice.choice, choice.rest_of_logprobs(), choice.stop_string)
 
 
 def usage_of(prompts: Sequence[PromptOutputProcessor]) -> Usage:
@@ -298,5 +301,5 @@ def _sparse_usage(parts: Sequence[SparseUsage]) -> SparseUsage | None:
     return SparseUsage(sum(part.num_kept for part in parts), sum(part.num_dropped for part in parts), tuple(reasons))
 
 
-def _cut_top(scores: Sequence[TokenScore], num_top: int) -> tuple[TokenScore, ...]:
-    return tuple(replace(score, top=score.top[:num_top]) for score in scores)
+def _cut_top(logprobs: Sequence[DecodedLogprob], num_top: int) -> tuple[DecodedLogprob, ...]:
+    return tuple(replace(token, top=token.top[:num_top]) for token in logprobs)

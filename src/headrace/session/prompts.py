@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
 from headrace.session.adapters import ServedAdapters
+from headrace.session.logprobs import LogprobDecoder
 from headrace.session.output_processor import ChoiceOutputProcessor, PromptOutputProcessor
-from headrace.session.scores import Scorer
 from headrace.session.settings import (
     check_options,
     check_prompt_ids,
@@ -108,10 +108,10 @@ _PLAIN_TEXT = ModelFamily("plain text")
 
 
 class CompletionPrompts:
-    def __init__(self, builder: RequestBuilder, tokenizer: Tokenizer, scorer: Scorer) -> None:
+    def __init__(self, builder: RequestBuilder, tokenizer: Tokenizer, logprob_decoder: LogprobDecoder) -> None:
         self._builder = builder
         self._tokenizer = tokenizer
-        self._scorer = scorer
+        self._logprob_decoder = logprob_decoder
 
     def make(self, request: CompletionRequest) -> tuple[PromptOutputProcessor, ...]:
         """Its prompts, each with its choices' output processors. Raises RequestError."""
@@ -129,19 +129,19 @@ class CompletionPrompts:
         echo = None
         if request.echo:
             echo = prompt if isinstance(prompt, str) else self._tokenizer.decode_all(prompt)
-        scorer = None if request.options.num_logprobs is None else self._scorer
+        logprob_decoder = None if request.options.num_logprobs is None else self._logprob_decoder
         choices = []
         for choice in range(first_choice, first_choice + request.options.num_choices):
             detokenizer = self._tokenizer.detokenizer()
             detokenizer.follow_prompt(token_ids)
             parser = StreamParser(_PLAIN_TEXT, thinking_open=False, stop_strings=request.options.stop_strings)
-            choices.append(ChoiceOutputProcessor(choice, detokenizer, parser, scorer))
+            choices.append(ChoiceOutputProcessor(choice, detokenizer, parser, logprob_decoder))
         model, rendered = self._builder.model, RenderedPrompt(token_ids, (), False, "")
         sparse_options = completion_sparse_options(request.options, model.sparse_draft, len(token_ids))
         return PromptOutputProcessor(
             self._builder.make(request, request_id, rendered, "prompt", sparse_options=sparse_options),
             choices,
-            self._scorer,
+            self._logprob_decoder,
             num_prompt_logprobs=request.options.num_prompt_logprobs,
             echo=echo,
             num_echo_logprobs=request.options.num_logprobs,

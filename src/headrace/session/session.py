@@ -26,11 +26,11 @@ from headrace.session.chat_prompts import ChatPrompts
 from headrace.session.concurrency import interleaved, submit_together
 from headrace.session.constraint import ChatConstraints
 from headrace.session.idle import FinishedTurn, IdleTurns
+from headrace.session.logprobs import LogprobDecoder
 from headrace.session.media import MediaReader, find_media_processor
 from headrace.session.model_session import ModelSession
 from headrace.session.output_processor import PromptOutputProcessor, usage_of
 from headrace.session.prompts import CompletionPrompts, RequestBuilder
-from headrace.session.scores import Scorer
 from headrace.session.settings import (
     Defaults,
     default_options,
@@ -73,19 +73,19 @@ class Session(ModelSession):
         super().__init__(engine, tokenizer)
         self._template = template
         self._family = family
-        self._scorer = Scorer(tokenizer)
+        self._logprob_decoder = LogprobDecoder(tokenizer)
         self._model_defaults = model_defaults(engine.model.generation_config)
         self._server_defaults = defaults or {}
         self.adapters = ServedAdapters(engine, engine.model.adapters)
         self._builder = RequestBuilder(engine.model, tokenizer, self.adapters)
-        self._completions = CompletionPrompts(self._builder, tokenizer, self._scorer)
+        self._completions = CompletionPrompts(self._builder, tokenizer, self._logprob_decoder)
         self._num_malformed_calls = 0
         self._num_call_violations = 0
         self._media = media
         factory = constraints or ConstraintFactory(Vocabulary(tokenizer))
         self._constraints = ChatConstraints(family, template, factory)
         self._chats = ChatPrompts(
-            self._builder, tokenizer, template, family, self._constraints, media, self._scorer, self._text_work
+            self._builder, tokenizer, template, family, self._constraints, media, self._logprob_decoder, self._text_work
         )
         self._idle = IdleTurns(engine, self._chats.render_answered) if prepares_turns else None
 

@@ -109,7 +109,7 @@ class ChatMessage:
 class GenerationOptions:
     """What a request sets beside its prompt and its answer's form. Names as in GenerationRequest.
 
-    max_tokens: None for all that the context leaves. A completion's 0 requests only the prompt's scores.
+    max_tokens: None for all that the context leaves. A completion's 0 requests only the prompt's log-probabilities.
     stop_strings, stop_token_ids: end an answer, beside the model's own end tokens, which ignore_eos drops.
     counts_progress: every event has token counts, not only the last.
     reports_progress: events say how far the prompt is.

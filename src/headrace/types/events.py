@@ -113,7 +113,7 @@ _OUTPUT_FIELDS = attrgetter(*(each.name for each in fields(TokenOutput)))
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScore:
+class DecodedLogprob:
     """A token and its log-probability, as shown to clients.
 
     text: of the token alone; incomplete characters show as U+FFFD.
@@ -127,7 +127,7 @@ class TokenScore:
     data: bytes | None
     logprob: float | None
     rank: int | None
-    top: tuple[TokenScore, ...] = ()
+    top: tuple[DecodedLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,43 +157,43 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Scores of one prompt's tokens, if requested; before the text of its first choice."""
+class DecodedPromptLogprobs:
+    """Those of one prompt's tokens, if requested; before the text of its first choice."""
 
     choice: int
-    scores: tuple[TokenScore, ...]
+    logprobs: tuple[DecodedLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
     """Text of one choice, in order, never empty.
 
-    scores: of the tokens whose text begins in this event, if requested. The scores of all events of a choice together
+    logprobs: of the tokens whose text begins in this event, if requested. Those of all events of a choice together
     contain each of its tokens exactly once.
     """
 
     text: str
     choice: int = 0
-    scores: tuple[TokenScore, ...] = ()
+    logprobs: tuple[DecodedLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Thinking of one choice, in order, never empty. `scores` as in Text."""
+    """Thinking of one choice, in order, never empty. `logprobs` as in Text."""
 
     text: str
     choice: int = 0
-    scores: tuple[TokenScore, ...] = ()
+    logprobs: tuple[DecodedLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenScores:
-    """Scores of tokens without visible text: markers, white space around them, the syntax of calls.
+class HiddenLogprobs:
+    """Log-probabilities of tokens without visible text: markers, white space around them, the syntax of calls.
 
     Comes before the next text of its choice; at a choice's end `Finished` carries them.
     """
 
-    scores: tuple[TokenScore, ...]
+    logprobs: tuple[DecodedLogprob, ...]
     choice: int = 0
 
 
@@ -274,14 +274,14 @@ class Finished:
     """The last event of a choice; that of the last choice ends every successful session.
 
     usage: of the request so far, so the last one has all of it.
-    scores: of tokens that no earlier event covers: a stop string, the end of a call, the stop token.
+    logprobs: of tokens that no earlier event covers: a stop string, the end of a call, the stop token.
     stop_string: the one that ended the choice, or None.
     """
 
     reason: FinishReason
     usage: Usage
     choice: int = 0
-    scores: tuple[TokenScore, ...] = ()
+    logprobs: tuple[DecodedLogprob, ...] = ()
     stop_string: str | None = None
 
 
@@ -289,10 +289,10 @@ Event = (
     Forecast
     | Started
     | PrefillProgress
-    | PromptScores
+    | DecodedPromptLogprobs
     | Text
     | Reasoning
-    | HiddenScores
+    | HiddenLogprobs
     | ToolCallStart
     | ToolArguments
     | Progress
