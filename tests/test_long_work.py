@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from headrace.cancellation import run_in_pool
-from headrace.long_work import in_turn, set_aside
+from headrace.long_work import let_others_run, run_exclusively
 
 
 class Gauge:
@@ -32,20 +32,20 @@ class Gauge:
 def test_one_computes_at_a_time() -> None:
     gauge = Gauge()
     with ThreadPoolExecutor(8) as threads:
-        for call in [threads.submit(in_turn, gauge.pass_through) for _ in range(16)]:
+        for call in [threads.submit(run_exclusively, gauge.pass_through) for _ in range(16)]:
             call.result()
     assert gauge.most == 1
 
 
 def test_what_is_set_aside_goes_on_beside_others() -> None:
     def meet() -> None:
-        with set_aside():
+        with let_others_run():
             both.wait(60)
         gauge.pass_through()
 
     both, gauge = threading.Barrier(2), Gauge()
     with ThreadPoolExecutor(2) as threads:
-        for call in [threads.submit(in_turn, meet) for _ in range(2)]:
+        for call in [threads.submit(run_exclusively, meet) for _ in range(2)]:
             call.result()
     assert gauge.most == 1
 
@@ -54,9 +54,9 @@ def test_outside_of_long_work_nothing_is_set_aside() -> None:
     gauge = Gauge()
 
     def use(number: int) -> None:
-        with set_aside():
+        with let_others_run():
             pass
-        in_turn(gauge.pass_through)
+        run_exclusively(gauge.pass_through)
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(use, range(16)))
@@ -67,13 +67,13 @@ def test_outside_of_long_work_nothing_is_set_aside() -> None:
 def test_a_failure_passes_the_turn_on(is_aside: bool) -> None:
     def fail() -> None:
         if is_aside:
-            with set_aside():
+            with let_others_run():
                 raise ValueError("no")
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        in_turn(fail)
-    assert in_turn(int, "7") == 7
+        run_exclusively(fail)
+    assert run_exclusively(int, "7") == 7
 
 
 def test_whoever_is_cancelled_while_waiting_does_not_take_a_turn() -> None:
@@ -85,9 +85,9 @@ def test_whoever_is_cancelled_while_waiting_does_not_take_a_turn() -> None:
 
     async def scenario() -> None:
         with ThreadPoolExecutor(2) as threads:
-            first = asyncio.create_task(run_in_pool(threads, in_turn, hold))
+            first = asyncio.create_task(run_in_pool(threads, run_exclusively, hold))
             await asyncio.to_thread(holding.wait, 60)
-            second = asyncio.create_task(run_in_pool(threads, in_turn, ran.append, "ran"))
+            second = asyncio.create_task(run_in_pool(threads, run_exclusively, ran.append, "ran"))
             await asyncio.sleep(0.01)
             second.cancel()
             await asyncio.gather(second, return_exceptions=True)

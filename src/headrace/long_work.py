@@ -1,4 +1,4 @@
-"""Lets threads with long computations take turns: rendering a long conversation, parsing a large body.
+"""Runs long computations in threads one at a time: rendering a long conversation, parsing a large body.
 
 A computing thread releases the GIL only after its switch interval. If several conversations were rendered at once, the
 threads that streams need, the event loop's and the engine's, would wait for each of them again and again.
@@ -23,35 +23,37 @@ SWITCH_INTERVAL_S = 0.0002
 
 _POLL_S = 0.1
 
-_turn = threading.Lock()
-_holds_turn: ContextVar[bool] = ContextVar("holds_turn", default=False)
+_lock = threading.Lock()
+_holds_lock: ContextVar[bool] = ContextVar("holds_lock", default=False)
 
 
 def shorten_switch_interval() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
-def in_turn(function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+def run_exclusively(
+    function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Result:
     """The function's result, computed when no other long work computes. Raises WorkCancelled."""
-    while not _turn.acquire(timeout=_POLL_S):
+    while not _lock.acquire(timeout=_POLL_S):
         check_cancelled()
-    holding = _holds_turn.set(True)
+    token = _holds_lock.set(True)
     try:
         check_cancelled()
         return function(*args, **kwargs)
     finally:
-        _holds_turn.reset(holding)
-        _turn.release()
+        _holds_lock.reset(token)
+        _lock.release()
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def let_others_run() -> Iterator[None]:
     """Let other long work run during a part that runs no Python, such as waiting for another process."""
-    if not _holds_turn.get():
+    if not _holds_lock.get():
         yield
         return
-    _turn.release()
+    _lock.release()
     try:
         yield
     finally:
-        _turn.acquire()
+        _lock.acquire()

@@ -127,7 +127,7 @@ def test_lengths_before_and_behind_media_are_carried_over() -> None:
     case = next(case for case in cases("prompt") if case["id"] == "p-image-video")
     before, prompt = unexpanded(case), expanded(case)
     for length in range(len(before) + 1):
-        moved = expanded_length(length, prompt.grown)
+        moved = expanded_length(length, prompt.growth)
         behind = len(before) - length
         # Behind the last item all of the rest is the same, before the first one all of the beginning.
         assert prompt.token_ids[moved:] == tuple(before[length:]) or behind > before[::-1].index(VIDEO)

@@ -16,7 +16,7 @@ from fakes import ByteTokenizer, FakeEngine, PlainTemplate, app_over, describe, 
 from headrace.cancellation import check_cancelled
 from headrace.config import ServerConfig
 from headrace.errors import InvalidRequest
-from headrace.long_work import set_aside
+from headrace.long_work import let_others_run
 from headrace.server import answers
 from headrace.server.log_format import TEXT_FORMAT, TextLines
 from headrace.session import settings
@@ -103,7 +103,7 @@ def test_a_long_prompt_that_waits_keeps_neither_other_long_ones_waiting_nor_shor
                 if len(prompt.text) < LONG_TEXT:
                     short.set()
                     return prompt
-                with set_aside():  # as around a wait for a helper process
+                with let_others_run():  # as around a wait for a helper process
                     both.wait(60)
                     assert short.wait(60)
                 return prompt

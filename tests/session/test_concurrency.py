@@ -15,7 +15,7 @@ from headrace.grammar.compile import OutputForm
 from headrace.grammar.factory import NUM_KEPT, ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.session import concurrency
-from headrace.session.concurrency import HelperGate
+from headrace.session.concurrency import BoundedExecutor
 from headrace.session.constraint import ChatConstraints
 from headrace.types.chat import ChatMessage, ChatRequest, Structure, TextPart
 
@@ -34,14 +34,14 @@ def test_no_more_calls_run_at_once_than_there_are_threads_and_no_more_wait_than_
         return number
 
     async def ask() -> list[int | BaseException]:
-        work = HelperGate(1, "test", "too many")
+        work = BoundedExecutor(1, "test", "too many")
         tasks = [asyncio.create_task(work.run(call, number)) for number in range(5)]
         await asyncio.sleep(0)
         tasks[2].cancel()
         await asyncio.sleep(0)
-        assert work.start(call, 9)  # the cancelled one has left
+        assert work.start_in_background(call, 9)  # the cancelled one has left
         await asyncio.sleep(0)
-        assert not work.start(call, 10)
+        assert not work.start_in_background(call, 10)
         go_on.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -56,8 +56,8 @@ def test_a_gate_without_a_refusal_lets_any_number_wait(monkeypatch: pytest.Monke
     monkeypatch.setattr(concurrency, "MAX_WAITING", 1)
 
     async def ask() -> list[int]:
-        gate = HelperGate(1, "test")
-        return await asyncio.gather(*(gate.run(abs, -number) for number in range(5)))
+        executor = BoundedExecutor(1, "test")
+        return await asyncio.gather(*(executor.run(abs, -number) for number in range(5)))
 
     assert asyncio.run(ask()) == list(range(5))
 
@@ -70,13 +70,13 @@ def test_what_another_call_has_brought_meanwhile_is_not_made_again() -> None:
         calls.append(threading.current_thread().name)
         return 7
 
-    async def ask(gate: HelperGate) -> int:
-        made["key"] = await gate.run(make, unless=lambda: made.get("key"))
+    async def ask(executor: BoundedExecutor) -> int:
+        made["key"] = await executor.run(make, unless=lambda: made.get("key"))
         return made["key"]
 
     async def ask_all() -> list[int]:
-        gate = HelperGate(1, "gate")
-        return await asyncio.gather(*(ask(gate) for _ in range(4)))
+        executor = BoundedExecutor(1, "gate")
+        return await asyncio.gather(*(ask(executor) for _ in range(4)))
 
     assert asyncio.run(ask_all()) == [7] * 4
     assert len(calls) == 1

@@ -29,12 +29,12 @@ EncodeText = Callable[[str], Sequence[int]]
 class ExpandedPrompt:
     """A prompt with all its placeholders.
 
-    grown: for each item, its end in the original prompt and how many tokens longer the prompt has become up to there.
+    growth: for each item, its end in the original prompt and how many tokens longer the prompt has become up to there.
     """
 
     token_ids: tuple[int, ...]
     media: PromptMedia
-    grown: tuple[tuple[int, int], ...]
+    growth: tuple[tuple[int, int], ...]
 
 
 def expand(
@@ -52,20 +52,20 @@ def expand(
     if [kinds[token_ids[place]] for place in places] != [type(item) for item in media]:
         raise ValueError(f"the prompt has {len(places)} media placeholders, which do not match its {len(media)} items")
     expanded = _Expansion(profile, encode)
-    grown, done = [], 0
+    growth, done = [], 0
     for place, item in zip(places, media, strict=True):
         expanded.add_text(token_ids[done:place])
         expanded.add(item)
         done = place + 1
-        grown.append((done, len(expanded.token_ids) - done))
+        growth.append((done, len(expanded.token_ids) - done))
     expanded.add_text(token_ids[done:])
-    return ExpandedPrompt(tuple(expanded.token_ids), expanded.media(), tuple(grown))
+    return ExpandedPrompt(tuple(expanded.token_ids), expanded.media(), tuple(growth))
 
 
-def expanded_length(num_tokens: int, grown: Sequence[tuple[int, int]]) -> int:
+def expanded_length(num_tokens: int, growth: Sequence[tuple[int, int]]) -> int:
     """The expanded length of the prompt's first `num_tokens` tokens. No length cuts an item in two."""
-    behind = bisect_right(grown, num_tokens, key=lambda item: item[0])
-    return num_tokens + (grown[behind - 1][1] if behind else 0)
+    behind = bisect_right(growth, num_tokens, key=lambda item: item[0])
+    return num_tokens + (growth[behind - 1][1] if behind else 0)
 
 
 def num_media_tokens(grid: tuple[int, int, int], vision: PatchVision) -> int:

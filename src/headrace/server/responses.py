@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from headrace.api.error_bodies import anthropic_error, openai_error
 from headrace.cancellation import run_in_pool
 from headrace.errors import BodyTooLarge, BodyTooSlow, EngineDead, HeadraceError, InvalidRequest, Overloaded
-from headrace.long_work import in_turn
+from headrace.long_work import run_exclusively
 
 IGNORED_HEADER = "x-headrace-ignored"
 
@@ -110,4 +110,4 @@ async def parse_body(num_bytes: int, read: Callable[[Given], Parsed], body: Give
         return read(body)
     if num_bytes <= _SHORT_BODY_BYTES:
         return await asyncio.to_thread(read, body)
-    return await run_in_pool(_LARGE_BODIES, in_turn, read, body)
+    return await run_in_pool(_LARGE_BODIES, run_exclusively, read, body)

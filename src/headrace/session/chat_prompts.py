@@ -7,7 +7,7 @@ from functools import partial
 from headrace.cancellation import run_in_thread
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
-from headrace.session.concurrency import TextWork
+from headrace.session.concurrency import TextExecutor
 from headrace.session.constraint import ChatConstraints, callable_tools
 from headrace.session.logprobs import LogprobDecoder
 from headrace.session.media import MediaReader
@@ -36,7 +36,7 @@ class ChatPrompts:
         constraints: ChatConstraints,
         media: MediaReader | None,
         logprob_decoder: LogprobDecoder,
-        text_work: TextWork,
+        text_executor: TextExecutor,
     ) -> None:
         self._builder = builder
         self._model = builder.model
@@ -46,7 +46,7 @@ class ChatPrompts:
         self._constraints = constraints
         self._media = media
         self._logprob_decoder = logprob_decoder
-        self._text_work = text_work
+        self._text_executor = text_executor
 
     async def make(self, request: ChatRequest) -> tuple[PromptOutputProcessor]:
         self._builder.check(request)
@@ -114,7 +114,7 @@ class ChatPrompts:
         return prompt.token_ids
 
     async def render_answered(self, request: ChatRequest, answer: ChatMessage) -> PromptPrefix:
-        return await self._text_work.run(_texts(request), self._template.render_answered, request, answer)
+        return await self._text_executor.run(_texts(request), self._template.render_answered, request, answer)
 
     def _render(self, request: ChatRequest, max_model_len: int | None = None) -> RenderedPrompt:
         """The prompt of a chat. max_model_len: for one to be answered, None for one to be tokenized only."""
@@ -138,7 +138,7 @@ class ChatPrompts:
 
         async def render(shown: ChatRequest) -> RenderedPrompt:
             # Rendering and encoding a long prompt takes up to a second; other streams go on meanwhile.
-            return await self._text_work.run(_texts(shown), self._render, shown, max_model_len)
+            return await self._text_executor.run(_texts(shown), self._render, shown, max_model_len)
 
         if self._media is None or not parts:
             return await render(request), None

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from headrace.cancellation import run_in_pool, run_in_thread
 from headrace.engine.engine import Engine, OutputStream
 from headrace.errors import Overloaded
-from headrace.long_work import in_turn
+from headrace.long_work import run_exclusively
 from headrace.text.encoder import LONG_TEXT
 from headrace.types.request import GenerationRequest
 
@@ -26,15 +26,15 @@ class ItemStream(AsyncIterable[Yielded], Protocol):
     def aclose(self) -> Awaitable[object]: ...
 
 
-def interleaved(streams: Sequence[ItemStream[Item]]) -> ItemStream[Item]:
+def merge_streams(streams: Sequence[ItemStream[Item]]) -> ItemStream[Item]:
     """The items of all streams as they come, those of each in order. Closing it closes them.
 
     The first error of a stream ends everything.
     """
-    return streams[0] if len(streams) == 1 else _interleaved(streams)
+    return streams[0] if len(streams) == 1 else _merge_streams(streams)
 
 
-async def _interleaved(streams: Sequence[ItemStream[Item]]) -> AsyncGenerator[Item, None]:
+async def _merge_streams(streams: Sequence[ItemStream[Item]]) -> AsyncGenerator[Item, None]:
     pending: dict[asyncio.Task[Item], ItemStream[Item]] = {}
     try:
         pending = {_next(stream): stream for stream in streams}
@@ -63,7 +63,7 @@ def _next(stream: ItemStream[Item]) -> asyncio.Task[Item]:
     return asyncio.ensure_future(step())
 
 
-async def submit_together(
+async def submit_all(
     engine: Engine, requests: Sequence[GenerationRequest], open_streams: AsyncExitStack
 ) -> list[OutputStream]:
     """Submit all requests at once, so that the engine accepts them together between two steps.
@@ -89,7 +89,7 @@ Arguments = ParamSpec("Arguments")
 MAX_WAITING = 128
 
 
-class HelperGate:
+class BoundedExecutor:
     """Runs a few calls at once, in its own threads, because they block on helper processes. Belongs to one event loop.
 
     name: of the threads. refusal: message for calls beyond MAX_WAITING; None to let any number wait.
@@ -116,7 +116,7 @@ class HelperGate:
         finally:
             self._num_waiting -= 1
 
-    def start(self, function: Callable[..., object], *args: object) -> bool:
+    def start_in_background(self, function: Callable[..., object], *args: object) -> bool:
         """Run a function in the background. Returns False if too many are waiting."""
         if self._is_full:
             return False
@@ -142,12 +142,12 @@ _NUM_LONG_PROMPTS = 16
 _NUM_LONGEST_PROMPTS = 4
 
 
-class TextWork:
+class TextExecutor:
     """Runs work on texts in threads: rendering and encoding a long one takes up to a second."""
 
     def __init__(self) -> None:
-        self._long = HelperGate(_NUM_LONG_PROMPTS, "long-prompt")
-        self._longest = HelperGate(_NUM_LONGEST_PROMPTS, "longest-prompt")
+        self._long = BoundedExecutor(_NUM_LONG_PROMPTS, "long-prompt")
+        self._longest = BoundedExecutor(_NUM_LONGEST_PROMPTS, "longest-prompt")
 
     def close(self) -> None:
         self._long.close()
@@ -165,5 +165,5 @@ class TextWork:
         num_chars = sum(map(len, texts))
         if num_chars <= _SHORT_TEXT:
             return await run_in_thread(work, *args, **kwargs)
-        gate = self._long if num_chars <= LONG_TEXT else self._longest
-        return await gate.run(partial(in_turn, work, *args, **kwargs))
+        executor = self._long if num_chars <= LONG_TEXT else self._longest
+        return await executor.run(partial(run_exclusively, work, *args, **kwargs))

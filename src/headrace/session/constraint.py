@@ -11,14 +11,10 @@ from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.families.family import ModelFamily
-from headrace.grammar.compile import (
-    AllowedCalls,
-    OutputForm,
-    ThinkingForm,
-)
+from headrace.grammar.compile import AllowedCalls, OutputForm, ThinkingForm
 from headrace.grammar.compiler import NUM_PROCESSES
 from headrace.grammar.factory import ConstraintFactory
-from headrace.session.concurrency import HelperGate
+from headrace.session.concurrency import BoundedExecutor
 from headrace.session.output_processor import ChoiceOutputProcessor
 from headrace.text.plain_output import MAX_BLOCK
 from headrace.text.template import ChatTemplate, RenderedPrompt
@@ -43,8 +39,8 @@ class ChatConstraints:
         self._family = family
         self._template = template
         self._factory = factory
-        self._gate = HelperGate(NUM_PROCESSES, "grammar", "too many schemas and grammars wait to be compiled")
-        self.close = self._gate.close
+        self._executor = BoundedExecutor(NUM_PROCESSES, "grammar", "too many schemas and grammars wait to be compiled")
+        self.close = self._executor.close
         self._lock = threading.Lock()
         self.num_schema_violations = 0
 
@@ -59,7 +55,7 @@ class ChatConstraints:
         form, limit, known = await asyncio.to_thread(self._prepared, request, prompt)
         if form is None:
             return (None if limit is None else ConstraintSpec(None, limit)), None
-        return known if known is not None else await self._gate.run(self._factory.spec, form, limit)
+        return known if known is not None else await self._executor.run(self._factory.spec, form, limit)
 
     def _prepared(
         self, request: ChatRequest, prompt: RenderedPrompt
@@ -125,11 +121,11 @@ class ChatConstraints:
         syntax = self._family.call_syntax
         if syntax is not None and (messages := syntax.messages) is not None:
             return end_marker + messages.turn + ("" if has_tools else messages.answer)
-        return self._between or f"\n{end_marker}\n\n"
+        return self._template_closing or f"\n{end_marker}\n\n"
 
     @cached_property
-    def _between(self) -> str | None:
-        return _between(self._template, self._family.think_close or "")
+    def _template_closing(self) -> str | None:
+        return _find_closing(self._template, self._family.think_close or "")
 
     def check_answers(self, request: ChatRequest, choices: Sequence[ChoiceOutputProcessor]) -> None:
         """Check in the background whether JSON answers match their schema.
@@ -142,7 +138,8 @@ class ChatConstraints:
         for choice in choices:
             has_ended = choice.reason is FinishReason.STOP and choice.stop_string is None
             if has_ended and request.tool_choice.mode != "required":
-                self._gate.start(self._check, f"{request.request_id}: answer {choice.choice}", schema, choice.text)
+                name = f"{request.request_id}: answer {choice.choice}"
+                self._executor.start_in_background(self._check, name, schema, choice.text)
 
     def _check(self, name: str, schema: Any, text: str) -> None:
         if (reason := self._factory.schema_violation(schema, text)) is not None:
@@ -169,7 +166,7 @@ def _thinking_form(request: ChatRequest, prompt: RenderedPrompt, family: ModelFa
     return ThinkingForm(family.think_open, family.think_close, prompt.thinking_open)
 
 
-def _between(template: ChatTemplate, end_marker: str) -> str | None:
+def _find_closing(template: ChatTemplate, end_marker: str) -> str | None:
     """What a chat template writes between thinking and answer; None if unknown."""
     messages = (
         ChatMessage("user", (TextPart("?"),)),

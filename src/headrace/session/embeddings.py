@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headrace.engine.engine import Engine
 from headrace.errors import GenerationFailed, InvalidRequest
-from headrace.session.concurrency import submit_together
+from headrace.session.concurrency import submit_all
 from headrace.session.model_session import ModelSession
 from headrace.session.pooling_inputs import PoolingInputs, TokenizedInput
 from headrace.session.prompts import generation_ids
@@ -91,7 +91,7 @@ class EmbeddingSession(ModelSession):
                 f"dimensions must be at most {self.pooling.dimensions}, not {request.dimensions}", param="dimensions"
             )
         texts = [each for each in request.inputs if isinstance(each, str)]
-        inputs = await self._text_work.run(texts, self._inputs.embedded, request)
+        inputs = await self._text_executor.run(texts, self._inputs.embedded, request)
         numbers, usage = await self._compute(request.request_id, inputs, request.options)
         normalizes = self.pooling.normalizes if request.normalizes is None else request.normalizes
         vectors = numbers[:, : request.dimensions]
@@ -102,7 +102,7 @@ class EmbeddingSession(ModelSession):
         if self.pooling.task is PoolingTask.EMBED:
             return await self._similarities(request)
         texts = [text for pair in request.pairs for text in pair]
-        inputs = await self._text_work.run(texts, self._inputs.scored, request)
+        inputs = await self._text_executor.run(texts, self._inputs.scored, request)
         numbers, usage = await self._compute(request.request_id, inputs, request.options)
         scores = numbers[:, 0].tolist()
         if self.pooling.is_probability and not request.is_raw:
@@ -111,7 +111,7 @@ class EmbeddingSession(ModelSession):
 
     async def _similarities(self, request: ScoreRequest) -> tuple[list[float], PoolingUsage]:
         """Each text is computed once, with the model's prompt for a query or a document."""
-        inputs, of_pairs = await self._text_work.run(
+        inputs, of_pairs = await self._text_executor.run(
             [text for pair in request.pairs for text in pair], self._inputs.compared, request
         )
         numbers, usage = await self._compute(request.request_id, inputs, request.options)
@@ -149,7 +149,7 @@ class EmbeddingSession(ModelSession):
         for lo in range(0, len(order), _INPUTS_AT_ONCE):
             part = order[lo : lo + _INPUTS_AT_ONCE]
             async with AsyncExitStack() as open_streams:
-                streams = await submit_together(self._engine, [requests[index] for index in part], open_streams)
+                streams = await submit_all(self._engine, [requests[index] for index in part], open_streams)
                 for index, stream in zip(part, streams, strict=True):
                     found[index] = [output async for output in stream][-1]
         return [found[index] for index in range(len(requests))]

@@ -22,7 +22,7 @@ from headrace.media.patches import Pixels, pixel_digest
 from headrace.media.prepare import MediaFiles, prepare, read_pictures
 from headrace.media.profile import VisionProfile, read_profile
 from headrace.media.prompt import EncodeText, ExpandedPrompt, expand, expanded_length, num_media_tokens
-from headrace.session.concurrency import HelperGate
+from headrace.session.concurrency import BoundedExecutor
 from headrace.text.normalise import media_parts
 from headrace.text.template import RenderedPrompt
 from headrace.types.chat import ChatRequest, ContentPart, MediaPart, TextPart
@@ -115,15 +115,15 @@ class WholeModelProcessor:
         if len(places) != len(items):
             raise ValueError(f"the prompt has {len(places)} placeholders for its {len(items)} images")
         expanded: list[int] = []
-        inputs, grown, done = [], [], 0
+        inputs, growth, done = [], [], 0
         for place, item in zip(places, items, strict=True):
             shown, one = item.prepared
             expanded += token_ids[done:place]
             inputs.append(replace(one, start=len(expanded), end=len(expanded) + len(shown)))
             expanded += shown
             done = place + 1
-            grown.append((done, len(expanded) - done))
-        return ExpandedPrompt((*expanded, *token_ids[done:]), PromptMedia(tuple(inputs)), tuple(grown))
+            growth.append((done, len(expanded) - done))
+        return ExpandedPrompt((*expanded, *token_ids[done:]), PromptMedia(tuple(inputs)), tuple(growth))
 
 
 def find_media_processor(model: ModelDescription, encode: EncodeText) -> MediaProcessor | None:
@@ -157,8 +157,8 @@ class MediaReader:
         self._limits = limits
         self._fetcher = MediaFetcher(policy)
         self._decoder = MediaDecoder(limits)
-        self._gate = HelperGate(MAX_DECODERS, "media")
-        self._kept: LruCache[_Key, tuple[ProcessedItem, ...]] = LruCache(KEPT_BYTES)
+        self._executor = BoundedExecutor(MAX_DECODERS, "media")
+        self._cache: LruCache[_Key, tuple[ProcessedItem, ...]] = LruCache(KEPT_BYTES)
 
     async def prompt(self, request: ChatRequest, render: Render, max_tokens: int) -> tuple[RenderedPrompt, PromptMedia]:
         """The prompt of a chat with all of its media. render: renders it without them.
@@ -175,7 +175,7 @@ class MediaReader:
             videos = [num_frames[id(part)] for part in parts if part.kind == "video"]
             log.info("%s: the model knows no videos, it is shown %s frames as images", request.request_id, videos)
             prompt = await render(_with_frames(request, num_frames))
-        return await run_in_thread(self._place, prompt, [item for items in prepared for item in items])
+        return await run_in_thread(self._expand, prompt, [item for items in prepared for item in items])
 
     async def _read_all(self, parts: Sequence[MediaPart], max_tokens: int) -> list[tuple[ProcessedItem, ...]]:
         prepared: list[tuple[ProcessedItem, ...]] = []
@@ -187,7 +187,7 @@ class MediaReader:
                 raise ContextTooLong.of_prompt(max_tokens, num_tokens, part.param, at_least=True)
         return prepared
 
-    def _place(self, prompt: RenderedPrompt, prepared: Sequence[ProcessedItem]) -> tuple[RenderedPrompt, PromptMedia]:
+    def _expand(self, prompt: RenderedPrompt, prepared: Sequence[ProcessedItem]) -> tuple[RenderedPrompt, PromptMedia]:
         """The prompt with its media's placeholders. Raises InvalidRequest if the template has not rendered each
         item."""
         try:
@@ -196,7 +196,7 @@ class MediaReader:
             message = f"the model's chat template does not show all media of these messages: {error}"
             raise InvalidRequest(message, param="messages") from error
         boundaries = tuple(
-            replace(boundary, num_tokens=expanded_length(boundary.num_tokens, expanded.grown))
+            replace(boundary, num_tokens=expanded_length(boundary.num_tokens, expanded.growth))
             for boundary in prompt.boundaries
         )
         return replace(prompt, token_ids=expanded.token_ids, boundaries=boundaries), expanded.media
@@ -210,17 +210,17 @@ class MediaReader:
             frames is not None,
             part.options,
         )
-        if (known := self._kept.get(key)) is not None:
+        if (known := self._cache.get(key)) is not None:
             return known
         item = MediaFiles(part.kind, tuple(files), frames is not None, part.options, part.param)
         limits = replace(self._limits, tokens=max_tokens)
-        kept = partial(self._kept.get, key)  # another request may have sent the same item meanwhile
-        prepared = await self._gate.run(self._processor.prepare, item, limits, self._decoder, unless=kept)
-        self._kept.put(key, prepared, sum(item.num_bytes for item in prepared))
+        kept = partial(self._cache.get, key)  # another request may have sent the same item meanwhile
+        prepared = await self._executor.run(self._processor.prepare, item, limits, self._decoder, unless=kept)
+        self._cache.put(key, prepared, sum(item.num_bytes for item in prepared))
         return prepared
 
     def close(self) -> None:
-        self._gate.close()
+        self._executor.close()
 
     def start_process(self) -> None:
         self._decoder.start_process()

@@ -153,7 +153,7 @@ def without_locals(error: BaseException) -> BaseException:
     return error
 
 
-async def in_daemon(function: Callable[[], Result], cancellation: Cancellation) -> Result:
+async def run_in_daemon_thread(function: Callable[[], Result], cancellation: Cancellation) -> Result:
     """The function's result, from a thread that no exit of the process waits for. Raises WorkCancelled."""
     done = Future[Result]()
     done.set_running_or_notify_cancel()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from headrace.cancellation import run_in_thread
 from headrace.engine.engine import Engine
 from headrace.errors import EngineDead
-from headrace.session.concurrency import TextWork
+from headrace.session.concurrency import TextExecutor
 from headrace.session.settings import check_prompt_ids, naming, refuse_oversized
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.memory import ModelMemory
@@ -22,7 +22,7 @@ class ModelSession:
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._text_work = TextWork()
+        self._text_executor = TextExecutor()
 
     @property
     def model(self) -> ModelDescription:
@@ -74,7 +74,7 @@ class ModelSession:
         """Token ids of a text. adds_special_tokens: as a document, with BOS if the tokenizer adds one."""
         refuse_oversized((text,), self.model.max_model_len, "prompt")
         encode = self._tokenizer.encode_document if adds_special_tokens else self._tokenizer.encode
-        return tuple(await self._text_work.run((text,), naming("prompt", encode), text))
+        return tuple(await self._text_executor.run((text,), naming("prompt", encode), text))
 
     async def detokenize(self, token_ids: tuple[int, ...]) -> str:
         """The text of token ids, special tokens by their names. Raises InvalidRequest for an invalid id."""
@@ -88,4 +88,4 @@ class ModelSession:
     async def close(self) -> None:
         """End the engine's thread and all helpers. No request may follow."""
         await asyncio.to_thread(self._engine.stop)
-        self._text_work.close()
+        self._text_executor.close()

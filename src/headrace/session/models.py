@@ -21,7 +21,7 @@ from headrace.errors import (
 )
 from headrace.session.embeddings import AnySession
 from headrace.session.memory_division import divide, needed_room, room_beside
-from headrace.session.model_entry import ModelEntry, ModelSource, in_daemon
+from headrace.session.model_entry import ModelEntry, ModelSource, run_in_daemon_thread
 from headrace.session.served_models import ServedModels
 from headrace.types.memory import MemoryShare
 from headrace.types.model_status import ModelState
@@ -168,7 +168,7 @@ class Models(ServedModels):
         if entry.session is None:
             entry.state = ModelState.LOADING
         try:
-            expected_bytes = await in_daemon(entry.source.fetch, entry.loading)
+            expected_bytes = await run_in_daemon_thread(entry.source.fetch, entry.loading)
             async with self._lock:
                 try:
                     if entry.session is None:
@@ -193,7 +193,7 @@ class Models(ServedModels):
             share = await self._make_room(entry, expected_bytes)
             entry.begin_loading(expected_bytes)
             try:
-                session = await in_daemon(partial(entry.source.load, share), entry.loading)
+                session = await run_in_daemon_thread(partial(entry.source.load, share), entry.loading)
                 await entry.set_session(session)
             except ConfigError:
                 # It takes more than its files tell.
@@ -328,7 +328,7 @@ class Models(ServedModels):
 
     async def start(self, entry: ModelEntry) -> None:
         """Load a model before the server listens, unless it has no room beside others. Raises ModelUnavailable."""
-        expected_bytes = await in_daemon(entry.source.fetch, Cancellation())
+        expected_bytes = await run_in_daemon_thread(entry.source.fetch, Cancellation())
         if self.total_bytes is not None and not entry.is_kept:
             memories = [session.memory for _, session in self.loaded()]
             if room_beside(self.total_bytes, memories) < needed_room(self.total_bytes, expected_bytes):

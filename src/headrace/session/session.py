@@ -23,7 +23,7 @@ from headrace.grammar.factory import ConstraintFactory
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.session.adapters import ServedAdapters
 from headrace.session.chat_prompts import ChatPrompts
-from headrace.session.concurrency import interleaved, submit_together
+from headrace.session.concurrency import merge_streams, submit_all
 from headrace.session.constraint import ChatConstraints
 from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.logprobs import LogprobDecoder
@@ -31,12 +31,7 @@ from headrace.session.media import MediaReader, find_media_processor
 from headrace.session.model_session import ModelSession
 from headrace.session.output_processor import PromptOutputProcessor, usage_of
 from headrace.session.prompts import CompletionPrompts, RequestBuilder
-from headrace.session.settings import (
-    Defaults,
-    default_options,
-    explain_defaults,
-    model_defaults,
-)
+from headrace.session.settings import Defaults, default_options, explain_defaults, model_defaults
 from headrace.session.text_pipeline import TextPipeline, load_text_pipeline
 from headrace.text.history import with_thinking_apart
 from headrace.text.template import ChatTemplate
@@ -85,7 +80,14 @@ class Session(ModelSession):
         factory = constraints or ConstraintFactory(Vocabulary(tokenizer))
         self._constraints = ChatConstraints(family, template, factory)
         self._chats = ChatPrompts(
-            self._builder, tokenizer, template, family, self._constraints, media, self._logprob_decoder, self._text_work
+            self._builder,
+            tokenizer,
+            template,
+            family,
+            self._constraints,
+            media,
+            self._logprob_decoder,
+            self._text_executor,
         )
         self._idle = IdleTurns(engine, self._chats.render_answered) if prepares_turns else None
 
@@ -208,11 +210,11 @@ class Session(ModelSession):
             prompts = await prepare()
             if request.options.forecast_beyond is not None:
                 yield await self._forecast(prompts, request.options.forecast_beyond)
-            outputs = await submit_together(self._engine, [prompt.request for prompt in prompts], open_streams)
+            outputs = await submit_all(self._engine, [prompt.request for prompt in prompts], open_streams)
             answering = {pair[0].request.request_id: pair for pair in zip(prompts, outputs, strict=True)}
             usage = usage_of(prompts)
             yield Started(usage.num_prompt_tokens, usage.route, partial(usage_of, prompts))
-            async with aclosing(interleaved(outputs)) as arriving:
+            async with aclosing(merge_streams(outputs)) as arriving:
                 async for output in arriving:
                     for event in self._events(output, *answering[output.request_id]):
                         # Prompts run concurrently: their usage is counted up to the event being sent.
@@ -279,7 +281,7 @@ class Session(ModelSession):
     async def _completion_prompts(self, request: CompletionRequest) -> tuple[PromptOutputProcessor, ...]:
         self._builder.check(request)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-        return await self._text_work.run(texts, self._completions.make, request)
+        return await self._text_executor.run(texts, self._completions.make, request)
 
 
 def _names_of(flags: Mapping[str, bool]) -> tuple[str, ...]:

@@ -33,16 +33,16 @@ def chat_sparse_options(
         return None
     if request.tools or any(message.tool_calls or message.role == "tool" for message in request.messages):
         return SparseOptions(keep, bypass=Bypass.TOOLS)
-    head = _head(request.messages, boundaries)
-    if head is None:
+    system_end = _system_end(request.messages, boundaries)
+    if system_end is None:
         return SparseOptions(keep, bypass=Bypass.UNLOCATED)
-    start = _last_turn(request.messages, boundaries)
+    start = _last_turn_start(request.messages, boundaries)
     is_long = num_tokens - start > LONG_TURN
     turn = _edges(start, num_tokens) if is_long else (range(start, num_tokens),)
-    return SparseOptions(keep, (range(head), *turn))
+    return SparseOptions(keep, (range(system_end), *turn))
 
 
-def _head(messages: Sequence[ChatMessage], boundaries: Sequence[Boundary]) -> int | None:
+def _system_end(messages: Sequence[ChatMessage], boundaries: Sequence[Boundary]) -> int | None:
     """Tokens up to the end of the system prompt; None if the conversation has one that can't be located."""
     num_leading = next((index for index, each in enumerate(messages) if each.role != "system"), len(messages))
     if any(each.role == "system" for each in messages[num_leading:]):
@@ -52,7 +52,7 @@ def _head(messages: Sequence[ChatMessage], boundaries: Sequence[Boundary]) -> in
     return next((each.num_tokens for each in boundaries if each.kind is BoundaryKind.SYSTEM), None)
 
 
-def _last_turn(messages: Sequence[ChatMessage], boundaries: Sequence[Boundary]) -> int:
+def _last_turn_start(messages: Sequence[ChatMessage], boundaries: Sequence[Boundary]) -> int:
     """Where the last message of the user's begins, or something before it."""
     num_behind = next((index for index, each in enumerate(reversed(messages)) if each.role == "user"), len(messages))
     ends = [each.num_tokens for each in boundaries if each.kind is not BoundaryKind.PROMPT]

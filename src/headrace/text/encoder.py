@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from headrace.cancellation import check_cancelled
 from headrace.errors import InvalidRequest
-from headrace.long_work import set_aside
+from headrace.long_work import let_others_run
 from headrace.lru_cache import LruCache
 from headrace.sandbox import LimitExceeded, Sandbox
 from headrace.text.control_text import any_of
@@ -95,7 +95,7 @@ class TextEncoder:
 
     def _encode_new(self, texts: list[str], *, adds_special_tokens: bool) -> list[EncodedIds]:
         num_chars = sum(map(len, texts))
-        with nullcontext() if num_chars <= _SHORT_TEXT else set_aside():
+        with nullcontext() if num_chars <= _SHORT_TEXT else let_others_run():
             if num_chars > LONG_TEXT:
                 return self._encode_apart(texts, adds_special_tokens=adds_special_tokens)
             return encode_all(self._backend, texts, adds_special_tokens=adds_special_tokens)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.session.concurrency import interleaved
+from headrace.session.concurrency import merge_streams
 
 
 class Source:
@@ -35,7 +35,7 @@ class Source:
 
 
 async def collect(sources: Sequence[Source]) -> list[tuple[int, int]]:
-    return [item async for item in interleaved([source.stream() for source in sources])]
+    return [item async for item in merge_streams([source.stream() for source in sources])]
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=4))
@@ -68,7 +68,7 @@ def test_closing_it_closes_every_stream_that_has_begun(num_streams: int) -> None
     sources = [Source(name, [0, 10_000]) for name in range(num_streams)]
 
     async def leave() -> None:
-        merged = interleaved([source.stream() for source in sources])
+        merged = merge_streams([source.stream() for source in sources])
         await anext(merged)
         await merged.aclose()
 
@@ -104,7 +104,7 @@ def test_a_reader_may_end_the_stream_that_an_item_comes_from(num_streams: int) -
 
     async def read() -> int:
         num_items = 0
-        async with aclosing(interleaved(streams)) as items:
+        async with aclosing(merge_streams(streams)) as items:
             async for item in items:
                 num_items += item
                 streams[num_items - 1].is_over = True
