@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from media.video_files import CODECS, shade, video_file
 
 from headrace.errors import InvalidRequest
-from headrace.media.video import FrameTimes, read_frames, read_outline
+from headrace.media.video import FrameTimes, read_frames, read_metadata
 from headrace.types.media import MediaLimits
 
 LIMITS = MediaLimits()
@@ -22,8 +22,8 @@ NTSC = Fraction(24000, 1001)
 
 def greys(data: bytes, indices: list[int]) -> list[float]:
     """The middle of each of these frames."""
-    outline = read_outline(data, LIMITS, "video")
-    frames = read_frames(data, outline, indices, lambda pixels: pixels, LIMITS, "video")
+    metadata = read_metadata(data, LIMITS, "video")
+    frames = read_frames(data, metadata, indices, lambda pixels: pixels, LIMITS, "video")
     return [float(frame[20:44, 30:66].mean()) for frame in frames]
 
 
@@ -32,9 +32,9 @@ def greys(data: bytes, indices: list[int]) -> list[float]:
 )
 def test_each_container_gives_the_frames_that_are_asked_for(form: str, num_b_frames: int) -> None:
     data = video_file(16, NTSC, form=form, num_b_frames=num_b_frames)
-    outline = read_outline(data, LIMITS, "video")
-    assert outline.size == (64, 96)
-    assert outline.frames == FrameTimes(16, float(NTSC))
+    metadata = read_metadata(data, LIMITS, "video")
+    assert metadata.size == (64, 96)
+    assert metadata.frames == FrameTimes(16, float(NTSC))
     wanted = [0, 5, 5, 10, 15]
     assert greys(data, wanted) == pytest.approx([shade(index) for index in wanted], abs=4)
 
@@ -42,7 +42,7 @@ def test_each_container_gives_the_frames_that_are_asked_for(form: str, num_b_fra
 def test_frames_of_a_variable_rate_keep_their_times() -> None:
     shown = [0, 33, 66, 100, 1000, 1033, 3000, 3500, 3600, 3700, 5000, 9000]
     data = video_file(12, 1000, shown_ms=shown)
-    frames = read_outline(data, LIMITS, "video").frames
+    frames = read_metadata(data, LIMITS, "video").frames
     assert frames.times == pytest.approx([time / 1000 for time in shown], abs=1e-3)
     assert frames.rate == pytest.approx(11 / 9, abs=1e-3)
     assert greys(data, [0, 4, 11]) == pytest.approx([shade(0), shade(4), shade(11)], abs=4)
@@ -53,11 +53,11 @@ def test_a_video_is_turned_as_its_camera_lay(rotation: int) -> None:
     corner = np.zeros((64, 96, 3), np.uint8)
     corner[:32, :48] = 255
     data = video_file(4, pictures=[corner] * 4, rotation=rotation)
-    outline = read_outline(data, LIMITS, "video")
-    (frame,) = read_frames(data, outline, [0], lambda pixels: pixels, LIMITS, "video")
+    metadata = read_metadata(data, LIMITS, "video")
+    (frame,) = read_frames(data, metadata, [0], lambda pixels: pixels, LIMITS, "video")
     # FFmpeg counts degrees against the clock: +90 takes the upper left to the lower left.
     bright = {90: (-8, 8), 180: (-8, -8), -90: (8, -8)}[rotation]
-    assert outline.size == frame.shape[:2] == ((64, 96) if rotation == 180 else (96, 64))
+    assert metadata.size == frame.shape[:2] == ((64, 96) if rotation == 180 else (96, 64))
     assert [frame[y, x, 0] > 128 for y in (8, -8) for x in (8, -8)] == [
         (y, x) == bright for y in (8, -8) for x in (8, -8)
     ]
@@ -68,14 +68,16 @@ def test_colours_are_red_green_and_blue() -> None:
         pure = np.zeros((64, 96, 3), np.uint8)
         pure[:, :, channel] = 255
         data = video_file(4, pictures=[pure] * 4)
-        (frame,) = read_frames(data, read_outline(data, LIMITS, "video"), [2], lambda pixels: pixels, LIMITS, "video")
+        (frame,) = read_frames(data, read_metadata(data, LIMITS, "video"), [2], lambda pixels: pixels, LIMITS, "video")
         assert frame[32, 48].argmax() == channel and frame[32, 48, channel] > 220
 
 
 def refusal(data: bytes, limits: MediaLimits = LIMITS) -> str:
     with pytest.raises(InvalidRequest) as refused:
-        outline = read_outline(data, limits, "messages[0].content[1]")
-        read_frames(data, outline, range(len(outline.stamps)), lambda pixels: pixels, limits, "messages[0].content[1]")
+        metadata = read_metadata(data, limits, "messages[0].content[1]")
+        read_frames(
+            data, metadata, range(len(metadata.stamps)), lambda pixels: pixels, limits, "messages[0].content[1]"
+        )
     assert refused.value.param == "messages[0].content[1]"
     assert refused.value.message.startswith("messages[0].content[1]: ")
     return refused.value.message
@@ -122,14 +124,14 @@ def test_damage_anywhere_is_an_invalid_request_or_does_not_matter(file: bytes, p
     limits = MediaLimits(image_pixels=100_000)
     taken: list[Any] = []
     try:
-        outline = read_outline(data, limits, "video")
-        taken = read_frames(data, outline, range(len(outline.stamps)), lambda pixels: pixels, limits, "video")
+        metadata = read_metadata(data, limits, "video")
+        taken = read_frames(data, metadata, range(len(metadata.stamps)), lambda pixels: pixels, limits, "video")
     except InvalidRequest:
         return
-    assert len(taken) == len(outline.stamps) and all(frame.dtype == np.uint8 for frame in taken)
+    assert len(taken) == len(metadata.stamps) and all(frame.dtype == np.uint8 for frame in taken)
 
 
 def test_an_error_of_ours_is_not_blamed_on_the_video() -> None:
     data = video_file(4)
     with pytest.raises(ZeroDivisionError):
-        read_frames(data, read_outline(data, LIMITS, "video"), [2], lambda pixels: pixels // (1 // 0), LIMITS, "video")
+        read_frames(data, read_metadata(data, LIMITS, "video"), [2], lambda pixels: pixels // (1 // 0), LIMITS, "video")

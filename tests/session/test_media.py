@@ -221,7 +221,7 @@ def test_the_pictures_of_a_growing_chat_are_prepared_once(prepared: list[str]) -
 
 
 def test_pictures_beyond_the_limit_are_prepared_again(prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_media, "KEPT_BYTES", 0)
+    monkeypatch.setattr(session_media, "CACHE_BYTES", 0)
     session = Session.for_engine(engine())
 
     async def scenario() -> None:
@@ -251,7 +251,7 @@ def test_a_picture_that_several_requests_send_at_once_is_kept_once(
         await session.tokenize_chat(ChatRequest("r", (same,)))
 
     async def scenario() -> None:
-        monkeypatch.setattr(session_media, "KEPT_BYTES", 2 * num_bytes - 1)
+        monkeypatch.setattr(session_media, "CACHE_BYTES", 2 * num_bytes - 1)
         await asyncio.gather(*(ask() for _ in range(6)))
         assert 1 <= len(prepared) <= session_media.MAX_DECODERS
         num_prepared = len(prepared)

@@ -29,16 +29,16 @@ _PPM_SIZE = re.compile(rb"P[1-6fF]\s(?:\s*#[^\n]*\n)*\s*(\d{1,9})\s(?:\s*#[^\n]*
 _TIFF_TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
 _TIFF_SIZES = {256: "width", 257: "height", 322: "tile width", 323: "tile height"}
 
-Size = tuple[int, int]
+WidthHeight = tuple[int, int]
 """Width and height."""
 
 
-def declared_sizes(data: bytes) -> list[Size]:
+def declared_sizes(data: bytes) -> list[WidthHeight]:
     """Sizes that a decoder may allocate for a file, as far as its header tells.
 
     Raises ValueError with the reason for a file that would take too long or too much memory at any size.
     """
-    sizes: list[Size] = []
+    sizes: list[WidthHeight] = []
     try:
         for offset, mark, read in _FORMATS:
             if data.startswith(mark, offset):
@@ -48,53 +48,53 @@ def declared_sizes(data: bytes) -> list[Size]:
     return sizes
 
 
-def _jpeg(data: bytes) -> Iterator[Size]:
-    place, num_scans = 2, 0
-    while place < len(data) - 1 and data[place] == 0xFF:
-        marker = data[place + 1]
+def _jpeg(data: bytes) -> Iterator[WidthHeight]:
+    offset, num_scans = 2, 0
+    while offset < len(data) - 1 and data[offset] == 0xFF:
+        marker = data[offset + 1]
         if marker in (0xFF, 0x01) or 0xD0 <= marker <= 0xD8:  # a fill byte, or a marker without a length
-            place += 1 if marker == 0xFF else 2
+            offset += 1 if marker == 0xFF else 2
             continue
         if marker == 0xD9:
             return
         if marker in _FRAME_MARKERS:
-            height, width = struct.unpack_from(">HH", data, place + 5)
+            height, width = struct.unpack_from(">HH", data, offset + 5)
             yield width, height
-        (length,) = struct.unpack_from(">H", data, place + 2)
-        place += 2 + length
+        (length,) = struct.unpack_from(">H", data, offset + 2)
+        offset += 2 + length
         if marker == 0xDA:
             num_scans += 1
             if num_scans > MAX_SCANS:
                 raise ValueError(f"the JPEG has more than {MAX_SCANS} scans")
-            following = _MARKER_AFTER_SCAN.search(data, place)
+            following = _MARKER_AFTER_SCAN.search(data, offset)
             if following is None:
                 return
-            place = following.end() - 2
+            offset = following.end() - 2
 
 
-def _png(data: bytes) -> Iterator[Size]:
+def _png(data: bytes) -> Iterator[WidthHeight]:
     yield struct.unpack_from(">II", data, 16)
-    place, num_chunks = 8, 0
-    while place + 8 <= len(data):
+    offset, num_chunks = 8, 0
+    while offset + 8 <= len(data):
         num_chunks += 1
         if num_chunks > MAX_CHUNKS:
             raise ValueError(f"the PNG has more than {MAX_CHUNKS} chunks")
-        (length,) = struct.unpack_from(">I", data, place)
-        place += 12 + length
+        (length,) = struct.unpack_from(">I", data, offset)
+        offset += 12 + length
 
 
-def _gif(data: bytes) -> Iterator[Size]:
+def _gif(data: bytes) -> Iterator[WidthHeight]:
     yield struct.unpack_from("<HH", data, 6)
 
 
-def _webp(data: bytes) -> Iterator[Size]:
-    place, num_chunks = 12, 0
-    while place + 8 <= len(data):
+def _webp(data: bytes) -> Iterator[WidthHeight]:
+    offset, num_chunks = 12, 0
+    while offset + 8 <= len(data):
         num_chunks += 1
         if num_chunks > MAX_CHUNKS:
             raise ValueError(f"the WebP has more than {MAX_CHUNKS} chunks")
-        kind, (length,) = data[place : place + 4], struct.unpack_from("<I", data, place + 4)
-        body = place + 8
+        kind, (length,) = data[offset : offset + 4], struct.unpack_from("<I", data, offset + 4)
+        body = offset + 8
         if kind == b"VP8X":
             yield _number_24(data, body + 4) + 1, _number_24(data, body + 7) + 1
         elif kind == b"ANMF":
@@ -105,27 +105,27 @@ def _webp(data: bytes) -> Iterator[Size]:
         elif kind == b"VP8 ":
             width, height = struct.unpack_from("<HH", data, body + 6)
             yield width & 0x3FFF, height & 0x3FFF
-        place = body + length + length % 2
+        offset = body + length + length % 2
 
 
-def _number_24(data: bytes, place: int) -> int:
-    if place + 3 > len(data):
+def _number_24(data: bytes, offset: int) -> int:
+    if offset + 3 > len(data):
         raise IndexError
-    return int.from_bytes(data[place : place + 3], "little")
+    return int.from_bytes(data[offset : offset + 3], "little")
 
 
-def _bmp(data: bytes) -> Iterator[Size]:
+def _bmp(data: bytes) -> Iterator[WidthHeight]:
     yield _bitmap(data, 14)
 
 
-def _bitmap(data: bytes, place: int) -> Size:
+def _bitmap(data: bytes, offset: int) -> WidthHeight:
     """The size in a bitmap's header, which icons contain too."""
-    (header_length,) = struct.unpack_from("<I", data, place)
-    width, height = struct.unpack_from("<HH" if header_length == 12 else "<ii", data, place + 4)
+    (header_length,) = struct.unpack_from("<I", data, offset)
+    width, height = struct.unpack_from("<HH" if header_length == 12 else "<ii", data, offset + 4)
     return abs(width), abs(height)
 
 
-def _ico(data: bytes) -> Iterator[Size]:
+def _ico(data: bytes) -> Iterator[WidthHeight]:
     (num_icons,) = struct.unpack_from("<H", data, 4)
     if num_icons > _MAX_ICONS:
         raise ValueError(f"the ICO holds more than {_MAX_ICONS} pictures")
@@ -137,34 +137,34 @@ def _ico(data: bytes) -> Iterator[Size]:
             yield _bitmap(data, start)
 
 
-def _tiff(data: bytes) -> Iterator[Size]:
+def _tiff(data: bytes) -> Iterator[WidthHeight]:
     order = "<" if data[:1] == b"I" else ">"
     is_big = data[2:4] in (b"\x2b\x00", b"\x00\x2b")
     (first,) = struct.unpack_from(order + ("Q" if is_big else "I"), data, 8 if is_big else 4)
     count_form, entry_form, inline = ("Q", "HHQ", 8) if is_big else ("H", "HHI", 4)
     (num_tags,) = struct.unpack_from(order + count_form, data, first)
-    place = first + struct.calcsize(order + count_form)
+    offset = first + struct.calcsize(order + count_form)
     found, num_bytes = dict.fromkeys(_TIFF_SIZES, 1), 0
     for _ in range(num_tags):
-        tag, kind, count = struct.unpack_from(order + entry_form, data, place)
-        place += struct.calcsize(order + entry_form)
+        tag, kind, count = struct.unpack_from(order + entry_form, data, offset)
+        offset += struct.calcsize(order + entry_form)
         if tag in found and kind in (3, 4):
-            (found[tag],) = struct.unpack_from(order + ("H" if kind == 3 else "I"), data, place)
+            (found[tag],) = struct.unpack_from(order + ("H" if kind == 3 else "I"), data, offset)
         length = count * _TIFF_TYPE_BYTES.get(kind, 0)
         num_bytes += length if length > inline else 0
-        place += inline
+        offset += inline
         if num_bytes > len(data):  # values share their bytes: each would get its own memory
             raise ValueError("the TIFF's tags hold more than the file does")
     yield found[256], found[257]
     yield found[322], found[323]
 
 
-def _avif(data: bytes) -> Iterator[Size]:
+def _avif(data: bytes) -> Iterator[WidthHeight]:
     for extents in re.finditer(rb"ispe", data[:_AVIF_HEADER_BYTES]):
         yield struct.unpack_from(">II", data, extents.end() + 4)
 
 
-def _jpeg_2000(data: bytes) -> Iterator[Size]:
+def _jpeg_2000(data: bytes) -> Iterator[WidthHeight]:
     start = data.find(b"\xff\x4f\xff\x51")
     if start < 0:
         return
@@ -177,13 +177,13 @@ def _jpeg_2000(data: bytes) -> Iterator[Size]:
     yield right - left, bottom - top
 
 
-def _ppm(data: bytes) -> Iterator[Size]:
+def _ppm(data: bytes) -> Iterator[WidthHeight]:
     header = _PPM_SIZE.match(data)
     if header is not None:
         yield int(header[1]), int(header[2])
 
 
-_FORMATS: tuple[tuple[int, bytes, Callable[[bytes], Iterator[Size]]], ...] = (
+_FORMATS: tuple[tuple[int, bytes, Callable[[bytes], Iterator[WidthHeight]]], ...] = (
     (0, b"\xff\xd8\xff", _jpeg),
     (0, b"\x89PNG\r\n\x1a\n", _png),
     (0, b"GIF8", _gif),

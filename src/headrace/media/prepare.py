@@ -24,7 +24,7 @@ from headrace.media.patches import (
     video_size,
 )
 from headrace.media.prompt import num_media_tokens
-from headrace.media.video import FrameTimes, SampledFrames, group_times, num_sampled, read_frames, read_outline, sample
+from headrace.media.video import FrameTimes, SampledFrames, group_times, num_sampled, read_frames, read_metadata, sample
 from headrace.types.media import AS_MADE, MediaLimits, MediaOptions
 
 
@@ -61,9 +61,9 @@ def read_pictures(item: MediaFiles, limits: MediaLimits) -> list[Pixels]:
         _check_frames(item, limits)
     if item.kind == "image" or item.is_frames:
         return [decode_image(file, limits.image_pixels, item.param) for file in item.files]
-    outline = read_outline(item.files[0], limits, item.param)
-    samples = choose_frames(outline.frames, UNKNOWN_VISION, limits, item.options)
-    return read_frames(item.files[0], outline, samples.indices, lambda picture: picture, limits, item.param)
+    metadata = read_metadata(item.files[0], limits, item.param)
+    samples = choose_frames(metadata.frames, UNKNOWN_VISION, limits, item.options)
+    return read_frames(item.files[0], metadata, samples.indices, lambda picture: picture, limits, item.param)
 
 
 def choose_frames(
@@ -105,22 +105,22 @@ class _Preparation:
 
     def video(self) -> PreparedVideo:
         (file,), param = self.item.files, self.item.param
-        outline = read_outline(file, self.limits, param)
-        samples = choose_frames(outline.frames, self.vision, self.limits, self.item.options)
-        size = self._frame_size(len(samples.indices), outline.size)
+        metadata = read_metadata(file, self.limits, param)
+        samples = choose_frames(metadata.frames, self.vision, self.limits, self.item.options)
+        size = self._frame_size(len(samples.indices), metadata.size)
         pictures = read_frames(
-            file, outline, samples.indices, lambda picture: scaled(picture, size), self.limits, param
+            file, metadata, samples.indices, lambda picture: scaled(picture, size), self.limits, param
         )
-        return self._timed(pictures, samples, outline.frames)
+        return self._timed(pictures, samples, metadata.frames)
 
     def video_as_images(self) -> tuple[PreparedImage, ...]:
         (file,), param = self.item.files, self.item.param
-        outline = read_outline(file, self.limits, param)
-        samples = choose_frames(outline.frames, self.vision, self.limits, self.item.options)
-        size = self._image_size(outline.size)
+        metadata = read_metadata(file, self.limits, param)
+        samples = choose_frames(metadata.frames, self.vision, self.limits, self.item.options)
+        size = self._image_size(metadata.size)
         self._check_tokens(len(samples.indices), size)
         pictures = read_frames(
-            file, outline, samples.indices, lambda picture: self._scaled(picture, size), self.limits, param
+            file, metadata, samples.indices, lambda picture: self._scaled(picture, size), self.limits, param
         )
         return tuple(self._still(picture) for picture in pictures)
 

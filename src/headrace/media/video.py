@@ -30,12 +30,12 @@ _OPTIONS = {
     "protocol_whitelist": "none",
 }
 
-Read = Callable[[Pixels], Pixels]
+Preprocess = Callable[[Pixels], Pixels]
 """Preprocessing of one sampled frame [height, width, 3]."""
 
 
 @dataclass(frozen=True, slots=True)
-class VideoOutline:
+class VideoMetadata:
     """What is known of a video before decoding.
 
     frames: when they are shown.
@@ -48,8 +48,8 @@ class VideoOutline:
     size: tuple[int, int]
 
 
-def read_outline(data: bytes, limits: MediaLimits, param: str) -> VideoOutline:
-    """The outline of a video file.
+def read_metadata(data: bytes, limits: MediaLimits, param: str) -> VideoMetadata:
+    """The metadata of a video file.
 
     Raises InvalidRequest that names `param` for a file that is broken or over the limits.
     """
@@ -70,17 +70,22 @@ def read_outline(data: bytes, limits: MediaLimits, param: str) -> VideoOutline:
     if first is None:
         raise _broken(param)
     size = (first.width, first.height) if first.rotation % 180 else (first.height, first.width)
-    return VideoOutline(frames, tuple(stamps), size)
+    return VideoMetadata(frames, tuple(stamps), size)
 
 
 def read_frames(
-    data: bytes, outline: VideoOutline, indices: Sequence[int], read: Read, limits: MediaLimits, param: str
+    data: bytes,
+    metadata: VideoMetadata,
+    indices: Sequence[int],
+    preprocess: Preprocess,
+    limits: MediaLimits,
+    param: str,
 ) -> list[Pixels]:
-    """`read` of each of the frames with these non-decreasing indices.
+    """`preprocess` of each of the frames with these non-decreasing indices.
 
     Raises InvalidRequest that names `param` if one of them can't be decoded.
     """
-    wanted = sorted({outline.stamps[index] for index in indices})
+    wanted = sorted({metadata.stamps[index] for index in indices})
     pictures: dict[int, Pixels] = {}
     shown: VideoFrame | None = None
     with _opened(data, param) as (container, stream):
@@ -89,11 +94,11 @@ def read_frames(
                 continue
             # A frame that the decoder skips is replaced by the one before it.
             while wanted and wanted[0] < frame.pts:
-                pictures[wanted.pop(0)] = read(_upright(shown or frame, param))
+                pictures[wanted.pop(0)] = preprocess(_upright(shown or frame, param))
             if wanted and wanted[0] == frame.pts:
-                pictures[wanted.pop(0)] = read(_upright(frame, param))
+                pictures[wanted.pop(0)] = preprocess(_upright(frame, param))
             if not wanted:
-                return [pictures[outline.stamps[index]] for index in indices]
+                return [pictures[metadata.stamps[index]] for index in indices]
             shown = frame
     raise _broken(param)
 

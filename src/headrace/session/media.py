@@ -137,7 +137,7 @@ def find_media_processor(model: ModelDescription, encode: EncodeText) -> MediaPr
     return WholeModelProcessor(processor, processor.placeholder_id)
 
 
-KEPT_BYTES = 256 * 1024 * 1024
+CACHE_BYTES = 256 * 1024 * 1024
 """Prepared media kept for the next turn of a chat, which sends all of its pictures again."""
 
 log = logging.getLogger("headrace.session")
@@ -158,7 +158,7 @@ class MediaReader:
         self._fetcher = MediaFetcher(policy)
         self._decoder = MediaDecoder(limits)
         self._executor = BoundedExecutor(MAX_DECODERS, "media")
-        self._cache: LruCache[_Key, tuple[ProcessedItem, ...]] = LruCache(KEPT_BYTES)
+        self._cache: LruCache[_Key, tuple[ProcessedItem, ...]] = LruCache(CACHE_BYTES)
 
     async def prompt(self, request: ChatRequest, render: Render, max_tokens: int) -> tuple[RenderedPrompt, PromptMedia]:
         """The prompt of a chat with all of its media. render: renders it without them.
