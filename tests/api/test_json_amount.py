@@ -40,7 +40,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "chat": partial(read_chat_completion, model=ModelTraits()),
     "completions": partial(read_completion, model=ModelTraits()),
     "messages": partial(read_messages, model=ModelTraits()),
-    "responses": partial(read_response, earlier=ResponseStore(0), model=ModelTraits()),
+    "responses": partial(read_response, stored=ResponseStore(0), model=ModelTraits()),
     "tokenize": read_tokenize,
     "detokenize": read_detokenize,
 }

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.api.responses_items import listed_items, read_items
-from headrace.api.responses_turns import chat_turns, sealed
+from headrace.api.responses_turns import chat_turns, encode_reasoning
 from headrace.errors import InvalidRequest, NotFound
 from headrace.types.chat import ChatMessage, MediaPart, TextPart, ToolCall
 
@@ -92,8 +92,8 @@ def test_thinking_or_text_after_a_call_begins_another_turn() -> None:
 def test_thinking_is_read_from_its_text_else_from_what_we_sealed_else_from_its_summary() -> None:
     summary = [{"type": "summary_text", "text": "short"}]
     for item, expected in (
-        ({"content": [{"text": "long"}], "encrypted_content": sealed("other"), "summary": summary}, "long"),
-        ({"encrypted_content": sealed("grüße 🎉"), "summary": summary}, "grüße 🎉"),
+        ({"content": [{"text": "long"}], "encrypted_content": encode_reasoning("other"), "summary": summary}, "long"),
+        ({"encrypted_content": encode_reasoning("grüße 🎉"), "summary": summary}, "grüße 🎉"),
         ({"encrypted_content": "gAAAA of another server", "summary": summary}, "short"),
         ({"encrypted_content": "headrace:!", "summary": summary}, "short"),
         ({"content": [{"text": "a"}, {"text": "b"}], "encrypted_content": None}, "a\nb"),

@@ -20,7 +20,7 @@ from headrace.api.openai_models import DetokenizeBody, TokenizeChatBody, Tokeniz
 from headrace.api.pooling_body import EmbeddingBody, RerankBody, ScoreBody
 from headrace.api.responses_body import ResponsesBody
 from headrace.api.responses_items import ITEM_BODIES, SKIPPED_ITEMS
-from headrace.api.responses_tools import REFUSED_TOOLS, UNUSED_TOOLS
+from headrace.api.responses_tools import IGNORED_TOOLS, REFUSED_TOOLS
 from headrace.config import ServerConfig
 from headrace.metrics.prometheus import render
 from headrace.metrics.stats import Stats
@@ -108,7 +108,7 @@ def test_fields_of_the_smaller_routes_are_listed_with_their_treatment(
     ("section", "known"),
     [
         ("Items", {*ITEM_BODIES, *SKIPPED_ITEMS, "item_reference"}),
-        ("Tools", {"function", "custom", "namespace", *UNUSED_TOOLS, *REFUSED_TOOLS}),
+        ("Tools", {"function", "custom", "namespace", *IGNORED_TOOLS, *REFUSED_TOOLS}),
     ],
 )
 def test_every_kind_of_item_and_tool_is_listed(section: str, known: set[str]) -> None:

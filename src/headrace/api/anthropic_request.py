@@ -11,7 +11,7 @@ from headrace.api.ids import new_id
 from headrace.api.json_body import JsonBody, check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
 from headrace.api.openai_sampling import Call, generation_options
-from headrace.api.openai_structure import agreed_form
+from headrace.api.openai_structure import agreed_structure
 from headrace.api.openai_tools import refuse_large_arguments
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import ChatMessage, ChatRequest, Structure
@@ -84,7 +84,7 @@ def _is_to_think(thinking: ThinkingBody | None) -> bool:
 def _structure(parsed: MessagesBody) -> Structure | None:
     newer = parsed.output_config.format if parsed.output_config is not None else None
     forms = ((newer, "output_config.format"), (parsed.output_format, "output_format"))
-    return agreed_form([_json_structure(form, path) for form, path in forms if form is not None])
+    return agreed_structure([_json_structure(form, path) for form, path in forms if form is not None])
 
 
 def _json_structure(form: FormatBody, path: str) -> Structure:

@@ -21,7 +21,7 @@ from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import GenerationOptions
 from headrace.types.request import SamplingParams
 
-Asked = TypeVar("Asked")
+RequestT = TypeVar("RequestT")
 
 MAX_LOGPROBS = 20
 MAX_DRAFT_TOKENS = 16
@@ -166,14 +166,14 @@ class ChunkedBody(SamplingBody):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call(Generic[Asked]):
+class Call(Generic[RequestT]):
     """A parsed request and how its answer is sent.
 
     model: the requested name. ignored: unknown fields, for the `x-headrace-ignored` header.
     include_usage: a stream ends with the usage. usage_in_chunks, timings_in_chunks: each of its chunks has them.
     """
 
-    request: Asked
+    request: RequestT
     model: str | None
     stream: bool
     ignored: tuple[str, ...]
@@ -244,7 +244,7 @@ def chunked_options(
     )
 
 
-def chunked_call(parsed: ChunkedBody, request: Asked, ignored: tuple[str, ...]) -> Call[Asked]:
+def chunked_call(parsed: ChunkedBody, request: RequestT, ignored: tuple[str, ...]) -> Call[RequestT]:
     return Call(
         request=request,
         model=parsed.model,

@@ -61,10 +61,10 @@ class StructureBody(StrictBody):
 def answer_structure(parsed: StructureBody) -> Structure | None:
     """The structure, None for plain text. Raises InvalidRequest, UnsupportedField with the field's path as its
     param."""
-    return agreed_form([*_of_response_format(parsed), *_of_structured_outputs(parsed), *_of_guided_fields(parsed)])
+    return agreed_structure([*_of_response_format(parsed), *_of_structured_outputs(parsed), *_of_guided_fields(parsed)])
 
 
-def agreed_form(found: Sequence[Structure]) -> Structure | None:
+def agreed_structure(found: Sequence[Structure]) -> Structure | None:
     """The structure that all fields agree on. Raises InvalidRequest, naming the first that differs.
 
     Compared as JSON text: in Python `true` equals 1, and the order of properties decides the answer's.

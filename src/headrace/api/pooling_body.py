@@ -17,18 +17,18 @@ from headrace.types.pooling import EmbeddingRequest, PoolingInput, PoolingOption
 MAX_INPUTS = 2048
 """Of one request, as OpenAI has it."""
 
-Asked = TypeVar("Asked", EmbeddingRequest, ScoreRequest)
+RequestT = TypeVar("RequestT", EmbeddingRequest, ScoreRequest)
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingCall(Generic[Asked]):
+class PoolingCall(Generic[RequestT]):
     """A request for vectors or scores, and how its answer is sent.
 
     model: None for none. as_base64: vectors. documents: of a reranking, None if the answer leaves them out.
     top_n: of the best scores, None for all.
     """
 
-    request: Asked
+    request: RequestT
     model: str | None
     ignored: tuple[str, ...]
     as_base64: bool = False

@@ -146,7 +146,7 @@ class ResponsesAnswer:
             case Reasoning():
                 if not isinstance(self._open, ReasoningOutput):
                     call = self._call
-                    item = ReasoningOutput(is_sealed=call.includes_encrypted, has_summary=call.includes_summary)
+                    item = ReasoningOutput(is_encrypted=call.includes_encrypted, has_summary=call.includes_summary)
                     yield from self._begin(item)
                 yield from self._add(event.text)
             case ToolArguments(_, text):

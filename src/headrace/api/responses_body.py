@@ -149,7 +149,7 @@ class ResponsesBody(SamplingBody):
     prompt_logprobs: None = None
 
 
-class Earlier(Protocol):
+class StoredResponses(Protocol):
     """The stored responses."""
 
     def conversation(self, response_id: str) -> Sequence[Item]:
@@ -185,16 +185,16 @@ class ResponseCall(Call[ChatRequest]):
         return self.body.get("previous_response_id") is not None or has_references
 
 
-def read_response(body: JsonBody, earlier: Earlier, model: ModelTraits) -> ResponseCall:
+def read_response(body: JsonBody, stored: StoredResponses, model: ModelTraits) -> ResponseCall:
     """Parse and validate a body.
 
     An input of more items than the context has tokens raises ContextTooLong before validation. Raises InvalidRequest,
-    UnsupportedField with the field's path as its param, and what `earlier` raises.
+    UnsupportedField with the field's path as its param, and what `stored` raises.
     """
     value = read_object(body)
     parsed = check(ResponsesBody, value)
-    before = earlier.conversation(parsed.previous_response_id) if parsed.previous_response_id is not None else ()
-    items = _own_items(parsed, earlier, model.max_model_len)
+    before = stored.conversation(parsed.previous_response_id) if parsed.previous_response_id is not None else ()
+    items = _own_items(parsed, stored, model.max_model_len)
     own = read_items(items, "input[{}]")
     tools = declared_tools(parsed.tools or ())
     num_logprobs = _num_logprobs(parsed)
@@ -232,7 +232,7 @@ def _request(parsed: ResponsesBody, items: Sequence[ReadItem], tools: DeclaredTo
     )
 
 
-def _own_items(parsed: ResponsesBody, earlier: Earlier, max_model_len: int | None) -> tuple[Item, ...]:
+def _own_items(parsed: ResponsesBody, stored: StoredResponses, max_model_len: int | None) -> tuple[Item, ...]:
     if parsed.input is None:
         if parsed.previous_response_id is None:
             raise InvalidRequest("input is missing", param="input")
@@ -242,13 +242,13 @@ def _own_items(parsed: ResponsesBody, earlier: Earlier, max_model_len: int | Non
         raise InvalidRequest("input must not be empty", param="input")
     if max_model_len is not None and len(items) > max_model_len:
         raise ContextTooLong.of_prompt(max_model_len, len(items), "input", at_least=True)
-    return tuple(_resolved(item, f"input[{index}]", earlier) for index, item in enumerate(items))
+    return tuple(_resolved(item, f"input[{index}]", stored) for index, item in enumerate(items))
 
 
-def _resolved(item: Item, path: str, earlier: Earlier) -> Item:
+def _resolved(item: Item, path: str, stored: StoredResponses) -> Item:
     if item_type(item, path) != "item_reference":
         return item
-    return earlier.item(check_at(ReferenceItem, item, path).id)
+    return stored.item(check_at(ReferenceItem, item, path).id)
 
 
 def _num_logprobs(parsed: ResponsesBody) -> int | None:
@@ -262,7 +262,7 @@ def _ignored(
 ) -> tuple[str, ...]:
     """What has no effect. items, read: the request's own, before and after validation."""
     included = set(parsed.include or ()) - _WITHOUT_EFFECT - {_LOGPROBS, _ENCRYPTED}
-    unknown = unknown_fields(parsed) | {f"include[].{name}" for name in included} | tools.unused
+    unknown = unknown_fields(parsed) | {f"include[].{name}" for name in included} | tools.ignored
     unknown |= {f"input[].{item['type']}" for item in items if item.get("type") in SKIPPED_ITEMS}
     for item in read:
         unknown |= unknown_fields(item.body, "input[].")

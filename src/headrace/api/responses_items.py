@@ -31,13 +31,13 @@ SKIPPED_ITEMS = frozenset(
 )
 
 # Built-in calls that a client ran itself, and their results: rendered as calls of a function with that name.
-CARRIED_CALLS: Mapping[str, str] = {
+BUILT_IN_CALLS: Mapping[str, str] = {
     "apply_patch_call": "apply_patch",
     "local_shell_call": "local_shell",
     "shell_call": "shell",
     "tool_search_call": "tool_search",
 }
-CARRIED_OUTPUTS = frozenset(
+BUILT_IN_OUTPUTS = frozenset(
     {"apply_patch_call_output", "local_shell_call_output", "shell_call_output", "tool_search_output"}
 )
 
@@ -131,7 +131,7 @@ class ReasoningItem(AnyItem):
     encrypted_content: str | None = None
 
 
-class CarriedItem(AnyItem):
+class BuiltInCallItem(AnyItem):
     """A built-in call that a client ran itself, or its result."""
 
     type: str
@@ -150,7 +150,7 @@ class ReferenceItem(StrictBody):
     id: str
 
 
-ItemBody = MessageItem | FunctionCallItem | CustomCallItem | CallOutputItem | ReasoningItem | CarriedItem
+ItemBody = MessageItem | FunctionCallItem | CustomCallItem | CallOutputItem | ReasoningItem | BuiltInCallItem
 
 ITEM_BODIES: Mapping[str, type[ItemBody]] = {
     "message": MessageItem,
@@ -159,8 +159,8 @@ ITEM_BODIES: Mapping[str, type[ItemBody]] = {
     "custom_tool_call": CustomCallItem,
     "custom_tool_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
-    **dict.fromkeys(CARRIED_CALLS, CarriedItem),
-    **dict.fromkeys(CARRIED_OUTPUTS, CarriedItem),
+    **dict.fromkeys(BUILT_IN_CALLS, BuiltInCallItem),
+    **dict.fromkeys(BUILT_IN_OUTPUTS, BuiltInCallItem),
 }
 
 
@@ -236,12 +236,12 @@ def new_item_id(kind: str) -> str:
     return new_id(f"{_ID_FORMS.get(kind, 'item')}_", 24)
 
 
-def carried_arguments(item: Item) -> str:
+def built_in_arguments(item: Item) -> str:
     asked: object = next((item[name] for name in ("arguments", "action", "operation") if name in item), {})
     return asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
 
 
-def carried_output(item: Item) -> str:
+def built_in_output(item: Item) -> str:
     output: object = next((item[name] for name in ("output", "tools") if name in item), "")
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
 

@@ -12,7 +12,7 @@ from headrace.api.answer_encoder import logprob_entries
 from headrace.api.json_body import without_lone_surrogates
 from headrace.api.responses_items import new_item_id
 from headrace.api.responses_tools import INPUT, DeclaredTool
-from headrace.api.responses_turns import sealed
+from headrace.api.responses_turns import encode_reasoning
 from headrace.types.events import DecodedLogprob
 
 _BEGINNING = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
@@ -25,9 +25,9 @@ _PIECE = re.compile(
 
 
 class CustomInput:
-    """Arguments in, text out.
+    """Extracts a custom tool's text from its arguments as they are generated.
 
-    text: given out so far. Arguments of another form are given out unchanged, at the end.
+    text: sent so far. Arguments of another form are sent unchanged, at the end.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class CustomInput:
         while (piece := _PIECE.match(self._arguments, self._read)) is not None:
             self._read = piece.end()
             added.append(_plain(piece[0]))
-        return self._give("".join(added))
+        return self._add("".join(added))
 
     def finish(self) -> str:
         whole = _whole(self._arguments)
-        # If the text was cut off or occurs twice, what was given out stays.
-        return self._give(whole[len(self.text) :] if whole.startswith(self.text) else "")
+        # If the text was cut off or occurs twice, what was sent stays.
+        return self._add(whole[len(self.text) :] if whole.startswith(self.text) else "")
 
-    def _give(self, text: str) -> str:
+    def _add(self, text: str) -> str:
         self.text += text
         return text
 
@@ -138,12 +138,12 @@ class MessageOutput:
 
 
 class ReasoningOutput:
-    """Thinking. is_sealed: also sent as `encrypted_content`. has_summary: also sent as a summary."""
+    """Thinking. is_encrypted: also sent as `encrypted_content`. has_summary: also sent as a summary."""
 
-    def __init__(self, *, is_sealed: bool, has_summary: bool) -> None:
+    def __init__(self, *, is_encrypted: bool, has_summary: bool) -> None:
         self.id = new_item_id("reasoning")
         self._text: list[str] = []
-        self._is_sealed = is_sealed
+        self._is_encrypted = is_encrypted
         self._has_summary = has_summary
 
     def body(self, status: str) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class ReasoningOutput:
             "status": status,
             "summary": [self._part("summary_text")] if self._has_summary and text else [],
             "content": [self._part()] if text else [],
-            "encrypted_content": sealed(text) if self._is_sealed and text else None,
+            "encrypted_content": encode_reasoning(text) if self._is_encrypted and text else None,
         }
 
     def begin(self) -> Iterator[OutputEvent]:

@@ -24,7 +24,7 @@ INPUT = "input"
 """The one parameter of a custom tool."""
 
 # These run on OpenAI's servers or models. Agents send them to every server with every request.
-UNUSED_TOOLS = frozenset(
+IGNORED_TOOLS = frozenset(
     {
         "image_generation",
         "tool_search",
@@ -98,12 +98,12 @@ class DeclaredTool:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTools:
-    """definitions: as rendered for the model. by_name: the tool behind each rendered name. unused: ignored tools and
-    fields, as `tools[].NAME`."""
+    """definitions: as rendered for the model. by_name: the tool behind each rendered name. ignored: tools and fields
+    without effect, as `tools[].NAME`."""
 
     definitions: tuple[ToolDefinition, ...]
     by_name: Mapping[str, DeclaredTool]
-    unused: set[str]
+    ignored: set[str]
 
 
 def visible_name(name: str, namespace: str | None = None) -> str:
@@ -120,10 +120,10 @@ def declared_tools(tools: Sequence[object]) -> DeclaredTools:
     """The tools of a request. Raises InvalidRequest, UnsupportedField with a path under `tools[index]`."""
     definitions: list[ToolDefinition] = []
     by_name: dict[str, DeclaredTool] = {}
-    unused: set[str] = set()
+    ignored: set[str] = set()
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
-        for declared, definition in _declared(tool, path, unused):
+        for declared, definition in _declared(tool, path, ignored):
             if definition.name in by_name:
                 raise InvalidRequest(f"{path}: there is another tool named {definition.name!r}", param=path)
             if len(definition.name) > MAX_NAME:
@@ -131,17 +131,17 @@ def declared_tools(tools: Sequence[object]) -> DeclaredTools:
                 raise InvalidRequest(message, param=path)
             definitions.append(definition)
             by_name[definition.name] = declared
-    return DeclaredTools(tuple(definitions), by_name, {f"tools[].{name}" for name in unused})
+    return DeclaredTools(tuple(definitions), by_name, {f"tools[].{name}" for name in ignored})
 
 
 def _declared(
-    tool: object, path: str, unused: set[str], namespace: str | None = None
+    tool: object, path: str, ignored: set[str], namespace: str | None = None
 ) -> Iterator[tuple[DeclaredTool, ToolDefinition]]:
-    """A tool, or those of a namespace. Adds ignored fields to `unused`."""
+    """A tool, or those of a namespace. Adds ignored fields to `ignored`."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     match kind:
         case "function":
-            function = _checked(FunctionToolBody, tool, path, unused)
+            function = _checked(FunctionToolBody, tool, path, ignored)
             name = visible_name(function.name, namespace)
             yield (
                 DeclaredTool(function.name, namespace, is_custom=False),
@@ -150,18 +150,18 @@ def _declared(
                 ),
             )
         case "custom":
-            custom = _checked(CustomToolBody, tool, path, unused)
+            custom = _checked(CustomToolBody, tool, path, ignored)
             name = visible_name(custom.name, namespace)
             yield (
                 DeclaredTool(custom.name, namespace, is_custom=True),
                 ToolDefinition(name, _custom_description(custom), _CUSTOM_PARAMETERS),
             )
         case "namespace" if namespace is None:
-            space = _checked(NamespaceBody, tool, path, unused)
+            space = _checked(NamespaceBody, tool, path, ignored)
             for index, each in enumerate(space.tools):
-                yield from _declared(each, f"{path}.tools[{index}]", unused, space.name)
+                yield from _declared(each, f"{path}.tools[{index}]", ignored, space.name)
         case _:
-            _leave_out(tool, path, unused)
+            _leave_out(tool, path, ignored)
 
 
 _CUSTOM_PARAMETERS: Mapping[str, Any] = {
@@ -179,7 +179,7 @@ def _custom_description(tool: CustomToolBody) -> str | None:
     return f"{tool.description}\n\n{grammar}" if tool.description else grammar
 
 
-def _leave_out(tool: object, path: str, unused: set[str]) -> None:
+def _leave_out(tool: object, path: str, ignored: set[str]) -> None:
     """Ignore a tool that the model does not see, or refuse it if its client depends on it."""
     if not isinstance(tool, dict):
         raise InvalidRequest(f"{path}: input should be an object", param=path)
@@ -188,12 +188,12 @@ def _leave_out(tool: object, path: str, unused: set[str]) -> None:
         raise InvalidRequest(f"{path}.type is missing or no text", param=f"{path}.type")
     if kind in REFUSED_TOOLS or kind == "namespace":
         raise UnsupportedField(f"{path}.type: tools of the type {kind} are not supported", param=f"{path}.type")
-    unused.add(kind)
+    ignored.add(kind)
 
 
-def _checked(body: type[Any], tool: object, path: str, unused: set[str]) -> Any:
+def _checked(body: type[Any], tool: object, path: str, ignored: set[str]) -> Any:
     checked = check_at(body, tool, path)
-    unused |= unknown_fields(checked)
+    ignored |= unknown_fields(checked)
     return checked
 
 
@@ -229,7 +229,7 @@ def tool_choice(value: object, tools: DeclaredTools, *, is_parallel: bool) -> To
             if mode == "required" and not names:
                 raise InvalidRequest("tool_choice.tools: none of these can be called", param="tool_choice.tools")
             return ToolChoice(mode, names, is_parallel)
-        case {"type": str(kind)} if kind in UNUSED_TOOLS | REFUSED_TOOLS:
+        case {"type": str(kind)} if kind in IGNORED_TOOLS | REFUSED_TOOLS:
             raise UnsupportedField(f"tool_choice: {kind} is not supported", param="tool_choice")
     message = "tool_choice must be none, auto, required, or an object of the type function, custom or allowed_tools"
     raise InvalidRequest(message, param="tool_choice")
@@ -240,7 +240,7 @@ def _allowed(allowed: Sequence[object], tools: DeclaredTools) -> Iterator[str]:
         path = f"tool_choice.tools[{index}]"
         if isinstance(tool, dict) and tool.get("type") in ("function", "custom"):
             yield _chosen(tool, tools, path)
-        elif not isinstance(tool, dict) or tool.get("type") not in UNUSED_TOOLS:
+        elif not isinstance(tool, dict) or tool.get("type") not in IGNORED_TOOLS:
             raise InvalidRequest(f"{path} must be a function or a custom tool", param=path)
 
 

@@ -14,9 +14,9 @@ from headrace.api.json_body import required
 from headrace.api.openai_messages import IMAGE_PARTS
 from headrace.api.openai_tools import MAX_CALLS
 from headrace.api.responses_items import (
-    CARRIED_CALLS,
+    BUILT_IN_CALLS,
+    BuiltInCallItem,
     CallOutputItem,
-    CarriedItem,
     Content,
     CustomCallItem,
     FunctionCallItem,
@@ -24,8 +24,8 @@ from headrace.api.responses_items import (
     PartBody,
     ReadItem,
     ReasoningItem,
-    carried_arguments,
-    carried_output,
+    built_in_arguments,
+    built_in_output,
 )
 from headrace.api.responses_tools import custom_arguments, visible_name
 from headrace.errors import InvalidRequest, UnsupportedField
@@ -35,7 +35,7 @@ _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "r
 _OTHER_PARTS = frozenset({"input_file", "input_audio", "input_video", "computer_screenshot"})
 
 # Marks an opaque text as ours: another server's can't be read.
-_SEALED = "headrace:"
+_ENCODED_PREFIX = "headrace:"
 
 
 def chat_turns(items: Sequence[ReadItem]) -> tuple[ChatMessage, ...]:
@@ -46,16 +46,16 @@ def chat_turns(items: Sequence[ReadItem]) -> tuple[ChatMessage, ...]:
     return turns.finish()
 
 
-def sealed(reasoning: str) -> str:
+def encode_reasoning(reasoning: str) -> str:
     """Thinking as `encrypted_content`, for clients that send nothing else of it back. Encoded, not secret."""
-    return _SEALED + base64.b64encode(reasoning.encode()).decode()
+    return _ENCODED_PREFIX + base64.b64encode(reasoning.encode()).decode()
 
 
-def _unsealed(content: str | None) -> str:
-    if content is None or not content.startswith(_SEALED):
+def _decode_reasoning(content: str | None) -> str:
+    if content is None or not content.startswith(_ENCODED_PREFIX):
         return ""
     try:
-        return base64.b64decode(content.removeprefix(_SEALED), validate=True).decode()
+        return base64.b64decode(content.removeprefix(_ENCODED_PREFIX), validate=True).decode()
     except ValueError:
         return ""
 
@@ -92,8 +92,8 @@ class _Turns:
                 self._add_call(ToolCall(call.call_id, name, custom_arguments(call.input)), item.path)
             case CallOutputItem() as output:
                 self._add_output(output.call_id, _parts(output.output, f"{item.path}.output"), item.path)
-            case CarriedItem() as carried:
-                self._add_carried(carried, item)
+            case BuiltInCallItem() as built_in:
+                self._add_built_in(built_in, item)
 
     def finish(self) -> tuple[ChatMessage, ...]:
         self._close()
@@ -110,7 +110,8 @@ class _Turns:
 
     def _add_reasoning(self, item: ReasoningItem) -> None:
         thought = "\n".join(part.text for part in item.content or ())
-        thought = thought or _unsealed(item.encrypted_content) or "\n".join(part.text for part in item.summary or ())
+        summary = "\n".join(part.text for part in item.summary or ())
+        thought = thought or _decode_reasoning(item.encrypted_content) or summary
         if not thought:
             return
         if self._open is not None and (self._open.content or self._open.calls):
@@ -128,15 +129,15 @@ class _Turns:
         name, param = self._names.get(call_id), f"{path}.call_id"
         self._append(ChatMessage("tool", content, tool_call_id=call_id, name=name, param=param))
 
-    def _add_carried(self, carried: CarriedItem, item: ReadItem) -> None:
-        call_id = carried.call_id or carried.id
+    def _add_built_in(self, built_in: BuiltInCallItem, item: ReadItem) -> None:
+        call_id = built_in.call_id or built_in.id
         if call_id is None:
             raise InvalidRequest(f"{item.path}.call_id is missing", param=f"{item.path}.call_id")
-        if carried.type in CARRIED_CALLS:
-            call = ToolCall(call_id, CARRIED_CALLS[carried.type], carried_arguments(item.sent))
+        if built_in.type in BUILT_IN_CALLS:
+            call = ToolCall(call_id, BUILT_IN_CALLS[built_in.type], built_in_arguments(item.sent))
             self._add_call(call, item.path)
         else:
-            self._add_output(call_id, _text(carried_output(item.sent)), item.path)
+            self._add_output(call_id, _text(built_in_output(item.sent)), item.path)
 
     def _append(self, turn: ChatMessage) -> None:
         self._close()

@@ -27,7 +27,7 @@ from headrace.session.prompts import generation_ids
 from headrace.types.events import Finished, FinishReason, Started, Usage
 from headrace.types.pooling import EmbeddingRequest, PoolingUsage, ScoreRequest
 
-Asked = TypeVar("Asked", EmbeddingRequest, ScoreRequest)
+RequestT = TypeVar("RequestT", EmbeddingRequest, ScoreRequest)
 
 Encoded = tuple[dict[str, Any], PoolingUsage]
 
@@ -66,9 +66,9 @@ class PoolingRoutes:
     async def _answer(
         self,
         request: Request,
-        read: Callable[[JsonBody], PoolingCall[Asked]],
-        work: Callable[[EmbeddingSession, PoolingCall[Asked], str], Awaitable[Encoded]],
-        num_inputs: Callable[[Asked], int],
+        read: Callable[[JsonBody], PoolingCall[RequestT]],
+        work: Callable[[EmbeddingSession, PoolingCall[RequestT], str], Awaitable[Encoded]],
+        num_inputs: Callable[[RequestT], int],
     ) -> Response:
         record: RequestRecord = request.state.record
         try:

@@ -35,7 +35,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by id (an Earlier). The least recently used go first, each before those that it continued.
+    """Responses by id (the StoredResponses). The least recently used go first, each before those that it continued.
 
     max_bytes: of all of them as JSON; a larger single one is not stored. Requests are read in threads, too.
     """

@@ -32,7 +32,7 @@ from headrace.session.models import Models
 from headrace.types.chat import ChatRequest
 from headrace.types.model import ModelTraits
 
-Asked = TypeVar("Asked", TokenizeCall, DetokenizeCall, Call[ChatRequest])
+RequestT = TypeVar("RequestT", TokenizeCall, DetokenizeCall, Call[ChatRequest])
 
 
 class TokenRoutes:
@@ -77,8 +77,8 @@ class TokenRoutes:
     async def _answer(
         self,
         request: Request,
-        read: Callable[[JsonBody, ModelTraits], Asked],
-        work: Callable[[AnySession, Asked], Awaitable[Mapping[str, Any]]],
+        read: Callable[[JsonBody, ModelTraits], RequestT],
+        work: Callable[[AnySession, RequestT], Awaitable[Mapping[str, Any]]],
     ) -> Response:
         body = await read_json_body(request, self._config.max_body_bytes)
         target = self._models.resolve(body.model)
