@@ -27,7 +27,7 @@ from headrace.api.anthropic_request import read_messages
 from headrace.api.json_body import read_object
 from headrace.api.openai_chat import read_chat_completion
 from headrace.config_loading import set_up_libraries
-from headrace.long_work import in_turn, shorten_switch_interval
+from headrace.long_work import run_exclusively, shorten_switch_interval
 from headrace.models.built_in import MINIATURE
 from headrace.prefix.key import Namespace, cache_key
 from headrace.prefix.radix import PrefixTree
@@ -214,7 +214,7 @@ def answer_all(template: ChatTemplate, requests: list[ChatRequest]) -> None:
     """Makes the prompts of all requests, as a session does."""
 
     async def scenario() -> None:
-        await asyncio.gather(*(asyncio.to_thread(in_turn, template.render, request) for request in requests))
+        await asyncio.gather(*(asyncio.to_thread(run_exclusively, template.render, request) for request in requests))
 
     asyncio.run(scenario())
 
