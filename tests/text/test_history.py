@@ -12,7 +12,7 @@ from text.vocabularies import byte_level, chat_tokenizer, template
 
 import headrace
 from headrace.families.registry import find_family
-from headrace.text.history import HistoryPolicy, assistant_groups, with_thinking_apart
+from headrace.text.history import HistoryPolicy, assistant_turns, with_thinking_apart
 from headrace.text.template import ChatTemplate, PromptPrefix, RenderedPrompt
 from headrace.text.tokenizer import Tokenizer
 from headrace.types.chat import ChatMessage, ChatRequest, Role, TextPart, ToolCall, ToolDefinition
@@ -271,7 +271,7 @@ def test_an_answered_request_is_how_the_next_prompt_begins(name: str, policy: Hi
 def test_turns_are_an_answer_and_the_results_of_its_calls() -> None:
     call, result = said("assistant", "1"), said("tool", "2")
     answer, question = said("assistant", "3"), said("user", "4")
-    assert assistant_groups((question, call, result, result, answer, question, result, answer)) == [
+    assert assistant_turns((question, call, result, result, answer, question, result, answer)) == [
         (call, result, result),
         (answer,),
         (answer,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.text.emitter import StopCutter, overlap
+from headrace.text.emitter import StopStringFilter, overlap
 
 LETTERS = st.text("ab<", max_size=12)
 
@@ -21,7 +21,7 @@ def cut(text: str, strings: tuple[str, ...]) -> str:
 
 @given(st.lists(LETTERS, max_size=6), st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3).map(tuple))
 def test_every_split_gives_the_text_before_the_first_string(pieces: list[str], strings: tuple[str, ...]) -> None:
-    cutter = StopCutter(strings)
+    cutter = StopStringFilter(strings)
     given_out = "".join(map(cutter.push, pieces))
     given_out += "" if cutter.stopped else cutter.flush()
     text = "".join(pieces)
@@ -31,7 +31,7 @@ def test_every_split_gives_the_text_before_the_first_string(pieces: list[str], s
 
 @given(st.lists(LETTERS, max_size=6), st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3).map(tuple))
 def test_less_than_a_whole_string_is_held_back(pieces: list[str], strings: tuple[str, ...]) -> None:
-    cutter = StopCutter(strings)
+    cutter = StopStringFilter(strings)
     pushed = given_out = 0
     for piece in pieces:
         pushed += len(piece)
@@ -42,13 +42,13 @@ def test_less_than_a_whole_string_is_held_back(pieces: list[str], strings: tuple
 
 
 def test_empty_strings_stop_nothing() -> None:
-    cutter = StopCutter(("",))
+    cutter = StopStringFilter(("",))
     assert cutter.push("abc") == "abc"
     assert not cutter.stopped
 
 
 def test_nothing_comes_after_a_stop() -> None:
-    cutter = StopCutter(("b",))
+    cutter = StopStringFilter(("b",))
     assert (cutter.push("abc"), cutter.push("def")) == ("a", "")
 
 

@@ -27,7 +27,7 @@ UNFINISHED_END = "\ufdd2"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TextRun:
     """Text of a rendered prompt; typed: it spells a control token but was typed."""
 
     text: str
@@ -42,19 +42,19 @@ class ControlText:
         self._control = re.compile(control)
         self._wrapped = re.compile(f"{_OPEN}({control}|[{_MARKS}]){_CLOSE}")
 
-    def wrap(self, value: Any, *, meant: frozenset[str] = frozenset()) -> Any:
-        """Wrap spellings in a text, or in all texts of nested lists and mappings; `meant` ones stay bare."""
+    def wrap(self, value: Any, *, bare: frozenset[str] = frozenset()) -> Any:
+        """Wrap spellings in a text, or in all texts of nested lists and mappings; those in `bare` stay unwrapped."""
         if isinstance(value, str):
             has_marks = not value.isascii() and any(mark in value for mark in _MARKS)
-            pattern = self._pattern(meant, has_marks=has_marks)
+            pattern = self._pattern(bare, has_marks=has_marks)
             return pattern.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", value)
         if isinstance(value, Mapping):
-            return {self.wrap(key, meant=meant): self.wrap(item, meant=meant) for key, item in value.items()}
+            return {self.wrap(key, bare=bare): self.wrap(item, bare=bare) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.wrap(item, meant=meant) for item in value]
+            return [self.wrap(item, bare=bare) for item in value]
         return value
 
-    def parts(self, rendered: str) -> tuple[list[Run], list[int]]:
+    def parts(self, rendered: str) -> tuple[list[TextRun], list[int]]:
         """The rendered text without wrappers, and where in `rendered` each control token of the template ends.
 
         Runs are in order; adjacent ones may be of one kind.
@@ -63,19 +63,19 @@ class ControlText:
         for place in [*_places_of_marks(rendered), len(rendered)]:
             if place < start:  # part of a wrapper
                 continue
-            runs.append(Run(rendered[start:place], typed=False))
+            runs.append(TextRun(rendered[start:place], typed=False))
             ends += [match.end() for match in self._control.finditer(rendered, start, place)]
             wrapped = self._wrapped.match(rendered, place)
             if wrapped is not None:
-                runs.append(Run(wrapped[1], typed=True))
+                runs.append(TextRun(wrapped[1], typed=True))
             start = place + 1 if wrapped is None else wrapped.end()
         return [run for run in runs if run.text], ends
 
-    def _pattern(self, meant: frozenset[str], *, has_marks: bool) -> re.Pattern[str]:
+    def _pattern(self, bare: frozenset[str], *, has_marks: bool) -> re.Pattern[str]:
         """What is wrapped. has_marks: without any in the text, a search for spellings alone is many times faster."""
-        key = meant, has_marks
+        key = bare, has_marks
         if key not in self._to_wrap:
-            spelled = any_of(self._control_tokens - meant)
+            spelled = any_of(self._control_tokens - bare)
             # A typed wrapper character is wrapped too, so that it can't pass for ours.
             self._to_wrap[key] = re.compile(f"{spelled}|[{_MARKS}]" if has_marks else spelled)
         return self._to_wrap[key]

@@ -7,7 +7,7 @@ from headrace.tool_calls.reader import overlap
 from headrace.types.events import Reasoning, Text, ToolArguments, ToolCallStart
 
 
-class StopCutter:
+class StopStringFilter:
     """Searches stop strings in one run of text, however it is split; holds back only a possible beginning of one.
 
     The first complete string wins; ties: the one that begins first. found: the stop string, None so far.
@@ -70,7 +70,7 @@ class Emitter:
     def __init__(self, stop_strings: tuple[str, ...], ids: CallIds, *, takes_calls: bool) -> None:
         self.num_calls = 0
         self.stopped = False
-        self._cutter = StopCutter(stop_strings)
+        self._stop_filter = StopStringFilter(stop_strings)
         self._ids = ids
         self._takes_calls = takes_calls
         self._space = ""
@@ -79,16 +79,16 @@ class Emitter:
 
     @property
     def stop_string(self) -> str | None:
-        return self._cutter.found
+        return self._stop_filter.found
 
     @property
     def num_held(self) -> int:
         """Characters held back until what follows them is known."""
-        return len(self._space) + self._cutter.num_held
+        return len(self._space) + self._stop_filter.num_held
 
     def text(self, text: str) -> None:
-        self._add_text(self._cutter.push(text))
-        self.stopped = self._cutter.found is not None
+        self._add_text(self._stop_filter.push(text))
+        self.stopped = self._stop_filter.found is not None
         if self.stopped:
             self._release_space()
 
@@ -99,7 +99,7 @@ class Emitter:
 
     def end_text(self) -> None:
         """Something other than text follows: no stop string spans it."""
-        self._add_text(self._cutter.flush())
+        self._add_text(self._stop_filter.flush())
 
     def call(self, call: ParsedCall) -> None:
         """Emit what has been read of a call since the last time, and its start the first time."""

@@ -40,7 +40,7 @@ class HistoryPolicy(StrEnum):
     """As the template renders them."""
 
 
-Group = tuple[ChatMessage, ...]
+AssistantTurn = tuple[ChatMessage, ...]
 """An assistant's turn and the results of its calls."""
 
 _MAX_VARIABLES = 32
@@ -68,19 +68,19 @@ class StableRenderer:
         self._salt = salt
 
     def render(self, messages: tuple[ChatMessage, ...]) -> str:
-        return self._fixed(self._renderer.render(messages), messages)
+        return self._with_stable_turns(self._renderer.render(messages), messages)
 
     def render_unfinished(self, messages: tuple[ChatMessage, ...]) -> str:
-        return self._fixed(self._renderer.render_unfinished(messages), messages[:-1])
+        return self._with_stable_turns(self._renderer.render_unfinished(messages), messages[:-1])
 
     def try_render(self, messages: tuple[ChatMessage, ...]) -> str | None:
         rendered = self._renderer.try_render(messages)
-        return None if rendered is None else self._fixed(rendered, messages)
+        return None if rendered is None else self._with_stable_turns(rendered, messages)
 
-    def _fixed(self, rendered: str, messages: tuple[ChatMessage, ...]) -> str:
+    def _with_stable_turns(self, rendered: str, messages: tuple[ChatMessage, ...]) -> str:
         parts, end = [], 0
-        for group in assistant_groups(messages):
-            forms = self._forms_of(group)
+        for turn in assistant_turns(messages):
+            forms = self._cached_forms(turn)
             found = forms.find(rendered, end)
             if found is None:
                 break
@@ -88,21 +88,21 @@ class StableRenderer:
             end = found.stop
         return "".join([*parts, rendered[end:]])
 
-    def _forms_of(self, group: Group) -> TurnForms:
-        forms = self._cache.get((self._salt, group))
+    def _cached_forms(self, turn: AssistantTurn) -> TurnForms:
+        forms = self._cache.get((self._salt, turn))
         if forms is None:
-            followed = self._alone.try_render((QUESTION, *group, QUESTION))
-            pair = self._traits.cut(self._alone.try_render((QUESTION, *group)), followed)
-            forms = _NOT_DELIMITED if pair is None else self._forms(group, *pair)
-            self._cache.put((self._salt, group), forms, 1 + 2 * forms.num_chars)
+            followed = self._alone.try_render((QUESTION, *turn, QUESTION))
+            pair = self._traits.cut(self._alone.try_render((QUESTION, *turn)), followed)
+            forms = _NOT_DELIMITED if pair is None else self._forms(turn, *pair)
+            self._cache.put((self._salt, turn), forms, 1 + 2 * forms.num_chars)
         return forms
 
-    def _forms(self, group: Group, last: str, earlier: str) -> TurnForms:
+    def _forms(self, turn: AssistantTurn, last: str, earlier: str) -> TurnForms:
         longer, shorter = (last, earlier) if len(last) > len(earlier) else (earlier, last)
-        return TurnForms((longer, shorter), last[: common_length(last, earlier)], self._wanted(group, last, earlier))
+        return TurnForms((longer, shorter), last[: common_length(last, earlier)], self._wanted(turn, last, earlier))
 
-    def _wanted(self, group: Group, last: str, earlier: str) -> str:
-        if group[0].reasoning:
+    def _wanted(self, turn: AssistantTurn, last: str, earlier: str) -> str:
+        if turn[0].reasoning:
             return last
         opening = self._traits.closed_opening
         if opening is not None and earlier.startswith(opening[0]):
@@ -141,7 +141,7 @@ class TurnForms:
 
 _NOT_DELIMITED = TurnForms(("", ""), "", "")
 
-FormsCache = LruCache[tuple[bytes, Group], TurnForms]
+FormsCache = LruCache[tuple[bytes, AssistantTurn], TurnForms]
 """By a digest of the variables and the turn."""
 
 
@@ -175,18 +175,18 @@ class TurnCache:
         return first, second
 
 
-def assistant_groups(messages: tuple[ChatMessage, ...]) -> list[Group]:
-    groups: list[list[ChatMessage]] = []
+def assistant_turns(messages: tuple[ChatMessage, ...]) -> list[AssistantTurn]:
+    turns: list[list[ChatMessage]] = []
     is_open = False
     for message in messages:
         if message.role == "assistant":
-            groups.append([message])
+            turns.append([message])
             is_open = True
         elif message.role == "tool" and is_open:
-            groups[-1].append(message)
+            turns[-1].append(message)
         else:
             is_open = False
-    return [tuple(group) for group in groups]
+    return [tuple(turn) for turn in turns]
 
 
 def with_thinking_apart(message: ChatMessage, family: ModelFamily) -> ChatMessage:

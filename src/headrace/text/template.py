@@ -25,7 +25,7 @@ from headrace.text.boundaries import (
     prompt_boundary,
     shared_length,
 )
-from headrace.text.control_text import UNFINISHED_END, ControlText, Run, find_control_tokens
+from headrace.text.control_text import UNFINISHED_END, ControlText, TextRun, find_control_tokens
 from headrace.text.encoder import EncodedIds
 from headrace.text.history import HistoryPolicy, Renderer, TurnCache, with_thinking_apart
 from headrace.text.normalise import SystemNotes, normalise, num_leading_system, template_tool, with_system_line
@@ -246,7 +246,7 @@ class ChatTemplate:
             raise UnsupportedField(f"the model {why}, its chat template has no switch", param="enable_thinking")
         return thinking
 
-    def _encode(self, runs: list[Run], max_model_len: int | None) -> tuple[EncodedIds, str]:
+    def _encode(self, runs: list[TextRun], max_model_len: int | None) -> tuple[EncodedIds, str]:
         """Token ids and text of a rendered prompt. Raises ContextTooLong."""
         runs = self._with_picture_margins(runs)
         text = well_formed("".join(run.text for run in runs))
@@ -262,7 +262,7 @@ class ChatTemplate:
             raise ContextTooLong.of_prompt(max_model_len, len(encoded), "messages")
         return encoded, text
 
-    def _with_picture_margins(self, runs: list[Run]) -> list[Run]:
+    def _with_picture_margins(self, runs: list[TextRun]) -> list[TextRun]:
         if self._vision is None or self._vision.mark is None:
             return runs
         mark, margin = self._vision.mark, self._vision.margin

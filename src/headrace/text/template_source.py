@@ -66,7 +66,7 @@ class TemplateSource:
         wrapped: dict[str, Any] = self._control_text.wrap(fields)
         if message.role == "assistant":
             # In its history a model's think markers are real, even inside the content.
-            wrapped["content"] = self._control_text.wrap(fields["content"], meant=self._think_markers)
+            wrapped["content"] = self._control_text.wrap(fields["content"], bare=self._think_markers)
             if keeps_edges:
                 wrapped.update(_with_edges(wrapped))
         return wrapped
