@@ -24,7 +24,7 @@ from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.types.chat import CompletionRequest
 from headrace.types.model import ModelTraits
 
-Prompt = str | tuple[int, ...]
+TextOrIds = str | tuple[int, ...]
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
@@ -52,7 +52,7 @@ class CompletionBody(ChunkedBody):
     }
     without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
 
-    # Of four shapes; see read_prompts.
+    # Of four shapes; see read_texts_or_ids.
     prompt: Any = None
     echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
@@ -68,7 +68,7 @@ def read_completion(body: JsonBody, model: ModelTraits) -> Call[CompletionReques
     if parsed.best_of not in (None, num_choices):
         message = f"best_of is not supported with any value but that of n, which is {num_choices}"
         raise UnsupportedField(message, param="best_of")
-    prompts = read_prompts(parsed.prompt)
+    prompts = read_texts_or_ids(parsed.prompt, "prompt", MAX_PROMPTS)
     if len(prompts) * num_choices > MAX_CHOICES:
         message = f"n must be at most {MAX_CHOICES // len(prompts)} with {len(prompts)} prompts, not {num_choices}"
         raise InvalidRequest(message, param="n")
@@ -83,26 +83,28 @@ def read_completion(body: JsonBody, model: ModelTraits) -> Call[CompletionReques
     return chunked_call(parsed, request, ignored_names(unknown_fields(parsed)))
 
 
-def read_prompts(value: object) -> tuple[Prompt, ...]:
-    """A text, a list of texts, token ids, or a list of lists of ids. Raises InvalidRequest.
+def read_texts_or_ids(value: object, field: str, most: int, *, allows_empty: bool = True) -> tuple[TextOrIds, ...]:
+    """A text, a list of texts, token ids, or a list of lists of ids, `most` in all. Raises InvalidRequest.
 
-    The first element decides which: a pydantic union would report an error for each of a prompt's tokens.
+    The first element decides which: a pydantic union would report an error for each token. allows_empty: texts.
     """
     if value is None:
-        raise InvalidRequest("prompt is missing", param="prompt")
+        raise InvalidRequest(f"{field} is missing", param=field)
     if isinstance(value, str):
-        return (value,)
+        return (_text_or_ids(value, field, allows_empty),)
     if not isinstance(value, list) or not value:
-        raise InvalidRequest("prompt must be a text, token ids, or a list of these that is not empty", param="prompt")
+        raise InvalidRequest(f"{field} must be a text, token ids, or a list of these that is not empty", param=field)
     if type(value[0]) is int:
-        return (read_token_ids(value, "prompt"),)
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt must hold at most {MAX_PROMPTS} prompts, not {len(value)}", param="prompt")
-    return tuple(_prompt(each, f"prompt[{index}]") for index, each in enumerate(value))
+        return (read_token_ids(value, field),)
+    if len(value) > most:
+        raise InvalidRequest(f"{field} must hold at most {most} {field}s, not {len(value)}", param=field)
+    return tuple(_text_or_ids(each, f"{field}[{index}]", allows_empty) for index, each in enumerate(value))
 
 
-def _prompt(value: object, path: str) -> Prompt:
+def _text_or_ids(value: object, path: str, allows_empty: bool) -> TextOrIds:
     if isinstance(value, str):
+        if not value and not allows_empty:
+            raise InvalidRequest(f"{path} must not be empty", param=path)
         return value
     if isinstance(value, list) and value:
         return read_token_ids(value, path)

@@ -10,9 +10,9 @@ from pydantic import Field
 
 from headrace.api.ids import new_id
 from headrace.api.json_body import JsonBody, StrictBody, check, ignored_names, read_object, unknown_fields
-from headrace.api.openai_completion import read_token_ids
+from headrace.api.openai_completion import read_texts_or_ids
 from headrace.errors import InvalidRequest
-from headrace.types.pooling import EmbeddingRequest, PoolingInput, PoolingOptions, ScoreRequest, Truncation
+from headrace.types.pooling import EmbeddingRequest, PoolingOptions, ScoreRequest, Truncation
 
 MAX_INPUTS = 2048
 """Of one request, as OpenAI has it."""
@@ -87,7 +87,7 @@ class EmbeddingBody(PoolingBody):
         "return_multivector": (False,),
     }
 
-    # Of four shapes; see _inputs.
+    # Of four shapes; see read_texts_or_ids.
     input: Any = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int | None, Field(ge=1)] = None
@@ -146,7 +146,7 @@ def read_embedding(body: JsonBody) -> PoolingCall[EmbeddingRequest]:
     choices = (parsed.normalize, parsed.normalized, parsed.use_activation)
     request = EmbeddingRequest(
         request_id=new_id("embd-"),
-        inputs=_inputs(parsed.input),
+        inputs=read_texts_or_ids(parsed.input, "input", MAX_INPUTS, allows_empty=False),
         prompt_name=parsed.prompt_name,
         input_type=parsed.input_type if parsed.task is None else parsed.task,
         adds_special_tokens=parsed.add_special_tokens is not False,
@@ -222,39 +222,11 @@ def _documents(value: object) -> tuple[str, ...]:
 def _texts(value: object, path: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not value:
         raise InvalidRequest(f"{path} must be a list of texts that is not empty", param=path)
-    _check_number(len(value), path)
+    if len(value) > MAX_INPUTS:
+        raise InvalidRequest(f"{path} must hold at most {MAX_INPUTS} inputs, not {len(value)}", param=path)
     for index, text in enumerate(value):
         _check_text(text, f"{path}[{index}]")
     return tuple(value)
-
-
-def _inputs(value: object) -> tuple[PoolingInput, ...]:
-    """A text, a list of texts, token ids, or a list of lists of ids."""
-    if value is None:
-        raise InvalidRequest("input is missing", param="input")
-    if isinstance(value, str):
-        _check_text(value, "input")
-        return (value,)
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("input must be a text, token ids, or a list of these that is not empty", param="input")
-    if type(value[0]) is int:
-        return (read_token_ids(value, "input"),)
-    _check_number(len(value), "input")
-    return tuple(_input(each, f"input[{index}]") for index, each in enumerate(value))
-
-
-def _input(value: object, path: str) -> PoolingInput:
-    if isinstance(value, list) and value:
-        return read_token_ids(value, path)
-    if isinstance(value, str):
-        _check_text(value, path)
-        return value
-    raise InvalidRequest(f"{path} must be a text or token ids", param=path)
-
-
-def _check_number(number: int, path: str) -> None:
-    if number > MAX_INPUTS:
-        raise InvalidRequest(f"{path} must hold at most {MAX_INPUTS} inputs, not {number}", param=path)
 
 
 def _check_text(text: object, path: str) -> None:
