@@ -615,7 +615,7 @@ def test_a_server_without_a_trusted_certificate_means_the_same(
 
 
 def test_a_silent_server_is_given_up_and_keep_alives_are_sent_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(handover, "READ_TIMEOUT_S", 0.3)
 
     async def scenario() -> None:
         async with pair(silence, ping_interval_s=0.05) as here:
@@ -644,7 +644,7 @@ def test_a_refusal_here_after_a_failure_there_keeps_its_status() -> None:
 
 
 def test_a_refusal_here_after_keep_alives_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(handover, "READ_TIMEOUT_S", 0.3)
 
     async def scenario() -> None:
         engine = FakeEngine("hi")

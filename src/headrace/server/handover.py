@@ -43,7 +43,7 @@ log = logging.getLogger("headrace.server")
 Result = TypeVar("Result")
 
 CONNECT_S = 10.0
-PATIENCE_S = 300.0
+READ_TIMEOUT_S = 300.0
 """Without a byte for so long, the other server has failed. Many clients wait for 600 s: half is left for this one."""
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -289,7 +289,7 @@ class Offer:
     async def _limited(self, work: Awaitable[Result]) -> Result:
         """The result of work that `cancel` ends. Raises TimeoutError."""
         try:
-            async with asyncio.timeout(0 if self._is_cancelled else PATIENCE_S) as self._limit:
+            async with asyncio.timeout(0 if self._is_cancelled else READ_TIMEOUT_S) as self._limit:
                 return await work
         finally:
             self._limit = None
@@ -305,7 +305,7 @@ class Offer:
         if isinstance(error, httpx.HTTPStatusError):
             reason = f"status {error.response.status_code}"
         elif isinstance(error, TimeoutError):
-            reason = f"nothing came for {PATIENCE_S:g} s"
+            reason = f"nothing came for {READ_TIMEOUT_S:g} s"
         else:
             reason = type(error).__name__ if isinstance(error, httpx.HTTPError) else "an answer that is not of its API"
         self._handover.failed(reason)
