@@ -132,7 +132,7 @@ def asked(drafter_class: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> Aske
 
     def noted(model: PackedModel, windows: Sequence[Window], draws: Draws, states: Sequence[mx.array]) -> None:
         launch_next(model, windows, draws, states)
-        asked.num_ahead += sum(one.live.is_ahead for one in windows)
+        asked.num_ahead += sum(one.live.is_launched for one in windows)
 
     def random_drafts(self: Drafter, rows: Sequence[DraftRow]) -> DraftBatch:
         own = draft(self, rows)  # so that the head processes its inputs
@@ -219,10 +219,10 @@ async def test_what_steps_take_is_told_with_how_they_follow_each_other(
         seconds: float,
         *,
         is_mixed: bool,
-        was_ahead: bool,
-        goes_ahead: bool,
+        was_overlapped: bool,
+        next_overlaps: bool,
     ) -> None:
-        told.append((is_mixed, was_ahead, goes_ahead))
+        told.append((is_mixed, was_overlapped, next_overlaps))
 
     monkeypatch.setattr(Speculator, "report", report)
     wanted = GenerationRequest("undrafted", tokens(1, 20), GREEDY, 6, max_draft_tokens=0)

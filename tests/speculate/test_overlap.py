@@ -59,7 +59,7 @@ class Row:
         self._text: Sequence[int] = [0, 1, 2, 3] * 2000 if repeats else range(8000)
         self.state = SequenceState(StatePool())
         self.token_ids = self._text[:300]
-        self.is_ahead = False
+        self.is_launched = False
         self._machine = machine
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
@@ -78,19 +78,19 @@ def tokens_a_row_ms(machine: Machine, num_rows: int, chance: float, num_steps: i
     """Of the steps behind the first 200. chance: of a draft, if those before it are right, to be right."""
     speculator = Speculator(machine, 4, Ranking(), DepthPlanner())
     rows = [Row(speculator.open(None), machine, repeats=repeats) for _ in range(num_rows)]
-    known_at, was_ahead = 0.0, False
+    known_at, was_overlapped = 0.0, False
     for step in range(num_steps):
         if step == 200:
             start_s, start = machine.now, sum(len(row.token_ids) for row in rows)
         depths = [row.draft_state.drafts.num_drafts for row in rows]
-        goes_ahead = not any(depths) and speculator.may_overlap([row.draft_state for row in rows])
-        machine.work(AHEAD_S if was_ahead else WAITING_S + DRAFT_S * sum(depths) + PASS_S * max(depths))
+        next_overlaps = not any(depths) and speculator.may_overlap([row.draft_state for row in rows])
+        machine.work(AHEAD_S if was_overlapped else WAITING_S + DRAFT_S * sum(depths) + PASS_S * max(depths))
         windows = [row.step(chance) for row in rows]
         seconds, known_at = machine.now - known_at, machine.now
-        speculator.report(windows, seconds, is_mixed=False, was_ahead=was_ahead, goes_ahead=goes_ahead)
+        speculator.report(windows, seconds, is_mixed=False, was_overlapped=was_overlapped, next_overlaps=next_overlaps)
         for row in rows:
-            row.is_ahead = goes_ahead
-        was_ahead = goes_ahead
+            row.is_launched = next_overlaps
+        was_overlapped = next_overlaps
         speculator.draft(rows)
     assert speculator.num_failures == 0
     return (sum(len(row.token_ids) for row in rows) - start) / num_rows / (1000 * (machine.now - start_s))

@@ -82,7 +82,7 @@ class Row:
 
     entry_media = None
     settings = GREEDY_ROW
-    is_ahead = False
+    is_launched = False
 
     def __init__(self, speculator: Speculator, machine: Machine, prompt: int, answer: int) -> None:
         self._machine, self._speculator, self._lengths = machine, speculator, (prompt, answer)

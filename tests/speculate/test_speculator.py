@@ -61,7 +61,7 @@ class Drafting:
     room: int = 100
     settings: SamplingRow = GREEDY
     entry_media: None = None
-    is_ahead: bool = False
+    is_launched: bool = False
 
     def forced_tokens(self, limit: int) -> tuple[int, ...]:
         return ()
@@ -188,11 +188,11 @@ def test_no_row_is_drafted_for_while_a_step_is_under_way_but_the_head_catches_up
     head = ReadingHead()
     speculator = Speculator(HeadDrafter(head), 4, Ranking(), timed(2))
     going, staying = sequence(speculator, 100), sequence(speculator, 10)
-    going.is_ahead, going.token_ids = True, range(100)
+    going.is_launched, going.token_ids = True, range(100)
     speculator.draft([going, staying])
     assert (going.draft_state.drafts.num_drafts, staying.draft_state.drafts.num_drafts) == (0, 0)
     assert head.given == [[99]]
-    going.is_ahead, going.token_ids = False, range(101)
+    going.is_launched, going.token_ids = False, range(101)
     speculator.draft([going, staying])
     assert going.draft_state.drafts.num_drafts + staying.draft_state.drafts.num_drafts > 0
 
@@ -228,18 +228,22 @@ def test_only_steps_between_two_others_tell_what_overlapped_steps_take() -> None
     speculator = Speculator(HeadDrafter(ReadingHead()), 4, Ranking(), planner)
     one = sequence(speculator, 5, max_drafts=0)
     speculator.draft([one])
-    for was_ahead, goes_ahead, is_mixed in ((False, True, False), (True, False, False), (True, True, True)):
+    for was_overlapped, next_overlaps, is_mixed in ((False, True, False), (True, False, False), (True, True, True)):
         for _ in range(9):
             speculator.report(
                 [VerifiedWindow(one.draft_state, 0, 0, False)],
                 0.004,
                 is_mixed=is_mixed,
-                was_ahead=was_ahead,
-                goes_ahead=goes_ahead,
+                was_overlapped=was_overlapped,
+                next_overlaps=next_overlaps,
             )
         assert planner.times(1).undrafted_s(6) is None
     for _ in range(3):
         speculator.report(
-            [VerifiedWindow(one.draft_state, 0, 0, False)], 0.004, is_mixed=False, was_ahead=True, goes_ahead=True
+            [VerifiedWindow(one.draft_state, 0, 0, False)],
+            0.004,
+            is_mixed=False,
+            was_overlapped=True,
+            next_overlaps=True,
         )
     assert planner.times(1).undrafted_s(6) == 0.004

@@ -99,25 +99,25 @@ class StepReports:
             return
         verified = [
             VerifiedWindow(
-                one.live.drafted,
+                one.live.draft_state,
                 one.num_drafts,
                 max(0, len(one.gained) - 1),
                 one.gained[-1] in one.live.request.stop_token_ids,
             )
             for one in windows
-            if one.chunk.output_index > 0 and one.live.drafted is not None and one.gained
+            if one.chunk.output_index > 0 and one.gained
         ]
-        was_ahead = [one.ahead is not None for one in windows]
-        self._is_mixed = len(verified) < len(windows) or (any(was_ahead) and not all(was_ahead))
+        was_overlapped = [one.launched is not None for one in windows]
+        self._is_mixed = len(verified) < len(windows) or (any(was_overlapped) and not all(was_overlapped))
         self._speculator.report(
             verified,
             step_s,
             is_mixed=self._was_mixed or self._is_mixed,
-            was_ahead=all(was_ahead),
-            goes_ahead=any(one.live.is_ahead for one in windows),
+            was_overlapped=all(was_overlapped),
+            next_overlaps=any(one.live.is_launched for one in windows),
         )
 
-    def drafted(self) -> None:
+    def finish_drafting(self) -> None:
         self._drafting_s = time.monotonic() - self._known_at
 
 

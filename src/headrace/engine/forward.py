@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from headrace.backend.transfer import Fetched, to_device
-from headrace.engine.windows import Ahead, LiveSequence, Window
+from headrace.engine.windows import LaunchedLogits, LiveSequence, Window
 from headrace.models.packed import PackedModel
 from headrace.models.step import Row
 from headrace.sampling.draw import NO_TOKEN
@@ -26,18 +26,18 @@ def logits_of(model: PackedModel, windows: Sequence[Window], rows: Sequence[Row]
     parts: list[mx.array] = []
     picks: list[int] = []
     lo = num_tokens = 0
-    launched: dict[int, list[Window]] = {}
+    groups: dict[int, list[Window]] = {}
     for one in windows:
-        if one.ahead is not None:
-            launched.setdefault(id(one.ahead.logits), []).append(one)
-    for together in launched.values():
-        found = [one.ahead for one in together if one.ahead is not None]
-        parts.append(pick(found[0].logits, [ahead.row for ahead in found]))
+        if one.launched is not None:
+            groups.setdefault(id(one.launched.logits), []).append(one)
+    for together in groups.values():
+        found = [one.launched for one in together if one.launched is not None]
+        parts.append(pick(found[0].logits, [launched.row for launched in found]))
         for number, one in enumerate(together):
             one.lo = lo + number
         lo += len(together)
     if rows:
-        new = [one for one in windows if one.ahead is None]
+        new = [one for one in windows if one.launched is None]
         for one in new:
             one.lo = lo + len(picks)
             num_tokens += one.num_tokens
@@ -116,7 +116,7 @@ def launch_next(model: PackedModel, windows: Sequence[Window], draws: Draws, sta
     logits = model.forward(rows, range(len(rows)), pick(draws.tokens, [at for at, _, _ in continuing]))
     model.launch(logits, rows)
     for at, (_, live, _) in enumerate(continuing):
-        live.ahead = Ahead(logits, at)
+        live.launched = LaunchedLogits(logits, at)
 
 
 def confirm(live: LiveSequence, token_id: int) -> None:
@@ -125,6 +125,6 @@ def confirm(live: LiveSequence, token_id: int) -> None:
         live.is_sound = False  # the state has continued from an invalid token
     elif token_id in live.request.stop_token_ids:
         live.state.commit(0)
-        live.ahead = None
+        live.launched = None
     else:
         live.state.commit(1)

@@ -33,7 +33,7 @@ from headrace.models.positions import TokenPositions
 from headrace.models.step import QueryRecorder
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.history import History, needs_history
-from headrace.speculate.speculator import Speculator
+from headrace.speculate.speculator import DraftState, Speculator
 from headrace.state.records import SequenceRecord
 from headrace.state.sequence import SequenceState
 from headrace.state.slabs import StatePool
@@ -184,14 +184,14 @@ class Runner:
             raise GenerationFailed("its state was lost when it was preempted")
         if live.record is not None:
             self._resume(live, live.record)
-        ahead, live.ahead = live.ahead, None
+        launched, live.launched = live.launched, None
         window = open_window(chunk, live)
-        num_ahead = int(ahead is not None)
-        if live.state.length - num_ahead != chunk.start or (num_ahead and window.num_tokens != 1):
+        num_launched = int(launched is not None)
+        if live.state.length - num_launched != chunk.start or (num_launched and window.num_tokens != 1):
             message = f"the state holds {live.state.length} tokens, but the chunk starts at token {chunk.start}"
             raise GenerationFailed(message)
-        if ahead is not None:
-            window.ahead, window.is_committed = ahead, True
+        if launched is not None:
+            window.launched, window.is_committed = launched, True
             return window
         num_certain = len(chunk.token_ids)
         points = tuple([each for each in self._snapshot_points(chunk) if each < chunk.start + num_certain])
@@ -201,9 +201,9 @@ class Runner:
     def _new(self, request: GenerationRequest) -> LiveSequence:
         history = History(request.full_prompt, self._vocab_size) if needs_history(request.sampling) else None
         state = SequenceState(self._pool, len(request.prompt) + 1)
-        drafted = (
-            None if self._speculator is None else self._speculator.open(request.max_draft_tokens, len(request.prompt))
-        )
+        draft_state = DraftState(0)
+        if self._speculator is not None:
+            draft_state = self._speculator.open(request.max_draft_tokens, len(request.prompt))
         return LiveSequence(
             state,
             request.sampling,
@@ -212,7 +212,7 @@ class Runner:
             list(request.prompt),
             self._constraint(request),
             self._features.media_of(request),
-            drafted,
+            draft_state,
             None if request.selected is None else TokenPositions(np.array(request.selected.positions, np.int32)),
             QueryRecorder() if self._records_queries else None,
             self.adapters.slot(request),
@@ -232,7 +232,7 @@ class Runner:
 
     def _compute(self, windows: Sequence[Window]) -> None:
         """Compute the windows' results with at most one forward and one wait for the device."""
-        rows = [one.row for one in windows if one.ahead is None]
+        rows = [one.row for one in windows if one.launched is None]
         logits = logits_of(self._model, windows, rows)
         if any(one.is_constrained for one in windows):
             # The device computes while the host makes the masks.
@@ -293,7 +293,7 @@ class Runner:
             self._failures.append(not_drawn(chunk.sequence_id, live.constraint))
         if chunk.forks:
             results += self._fork(window)
-        if live.ahead is not None:
+        if live.launched is not None:
             confirm(live, token_ids[-1])
         if is_drawn:
             live.grow(token_ids)
@@ -356,7 +356,7 @@ class Runner:
             return {}
         lives = [self._live[each] for each in gained]
         self._speculator.draft(lives)
-        self._reports.drafted()
+        self._reports.finish_drafting()
         return {each: live.draft_state.drafts.num_drafts for each, live in zip(gained, lives, strict=True)}
 
     def free(self, sequence_ids: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import mlx.core as mx
@@ -29,7 +29,7 @@ from headrace.types.step import Chunk, ChunkFailure, ChunkResult
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class LaunchedLogits:
     """A row of logits `[n, vocab_size]` after a sequence's last token, launched before that token was known."""
 
     logits: mx.array
@@ -41,7 +41,6 @@ class LiveSequence:
     """The runner's record of a sequence.
 
     token_ids: every known token, at least as many as the state has seen.
-    drafted: None without drafting.
     positions: of the tokens, in sparse prefill.
     recorder: records queries for scoring the prompt.
     adapter: see `Row`.
@@ -54,11 +53,11 @@ class LiveSequence:
     token_ids: list[int]
     constraint: Constraint | None = None
     media: LiveMedia | None = None
-    drafted: DraftState | None = None
+    draft_state: DraftState = field(default_factory=partial(DraftState, 0))
     positions: TokenPositions | None = None
     recorder: QueryRecorder | None = None
     adapter: int = BASE
-    ahead: Ahead | None = None
+    launched: LaunchedLogits | None = None
     """If set, the state has computed all known tokens, else all but the last."""
     is_sound: bool = True
     """Whether the state matches the tokens; false after a failure."""
@@ -90,15 +89,10 @@ class LiveSequence:
         if self.constraint is not None:
             self.constraint.accept(token_ids)
 
+    # This and the following make it a `DraftableSequence`.
     @property
-    def draft_state(self) -> DraftState:
-        """Its draft state, if there is drafting. This and the following make it a `DraftableSequence`."""
-        assert self.drafted is not None
-        return self.drafted
-
-    @property
-    def is_ahead(self) -> bool:
-        return self.ahead is not None
+    def is_launched(self) -> bool:
+        return self.launched is not None
 
     @property
     def room(self) -> int:
@@ -125,7 +119,7 @@ class Window:
     following: prompt tokens after those of the chunk, if log-probabilities of prompt tokens are requested: then all
     tokens of the chunk need logits.
     lo: its first row among the step's logits.
-    ahead: its logits, if they were launched with the last step.
+    launched: its logits, if they were launched with the last step.
     is_committed: the state has committed its tokens, which are all certain.
     error: why the row failed.
     gained, forked: tokens that the sequence gains, and the first one of each fork.
@@ -142,7 +136,7 @@ class Window:
     media: RowMedia | None = None
     following: tuple[int, ...] = ()
     lo: int = 0
-    ahead: Ahead | None = None
+    launched: LaunchedLogits | None = None
     is_committed: bool = False
     error: Exception | None = None
     gained: Sequence[int] = ()
@@ -261,8 +255,8 @@ def open_window(chunk: Chunk, live: LiveSequence) -> Window:
     Penalties and constraints depend on the text before each position, so such rows need the drafts' ids.
     """
     drafts = NO_DRAFTS
-    if live.drafted is not None and chunk.num_drafts:
-        drafts = live.drafted.drafts.first(chunk.num_drafts)
+    if chunk.num_drafts:
+        drafts = live.draft_state.drafts.first(chunk.num_drafts)
     must_know = live.history is not None or live.constraint is not None or drafts.batch is None
     draft_ids = drafts.read() if must_know else None
     if live.constraint is not None and chunk.samples:

@@ -62,7 +62,7 @@ class DraftableSequence(Protocol):
         """From `Speculator.open`."""
 
     @property
-    def is_ahead(self) -> bool:
+    def is_launched(self) -> bool:
         """Whether its next step is already launched, so that drafts are useless."""
 
     @property
@@ -134,7 +134,7 @@ class Speculator:
             one.draft_state.begin_step(len(one.token_ids))
             if one.draft_state.has_failed:
                 self.drafter.stop(one.state)
-        is_launched = any(one.is_ahead for one in sequences)
+        is_launched = any(one.is_launched for one in sequences)
         self._has_attempted = not is_launched and not self.may_overlap([one.draft_state for one in sequences])
         self._prefill_s = 0.0
         if self._has_attempted:
@@ -219,14 +219,14 @@ class Speculator:
         seconds: float,
         *,
         is_mixed: bool,
-        was_ahead: bool = False,
-        goes_ahead: bool = False,
+        was_overlapped: bool = False,
+        next_overlaps: bool = False,
     ) -> None:
         """Learn from a step: its decoding rows' windows, and its time including the preceding `draft`.
 
         is_mixed: the time includes other work, such as prompts, and is ignored, as is that of a step that was compiled.
-        was_ahead: this step was launched before the last one's tokens were known. goes_ahead: the next one was launched
-        before this one's. The first and the last step of such a run are not representative.
+        was_overlapped: this step was launched before the last one's tokens were known. next_overlaps: the next one was
+        launched before this one's. The first and the last step of such a run are not representative.
         """
         num_new_variants = self.drafter.num_new_variants
         is_compiled, self._num_new_variants = num_new_variants > self._num_new_variants, num_new_variants
@@ -240,7 +240,7 @@ class Speculator:
                 len(sound) + sum([one.num_accepted for one in sound]),
                 seconds - self._prefill_s,
                 is_timed=not (is_mixed or is_compiled or len(sound) < len(windows)),
-                is_baseline=was_ahead == goes_ahead and not self._has_attempted,
+                is_baseline=was_overlapped == next_overlaps and not self._has_attempted,
                 has_attempted=self._has_attempted,
                 may_draft=any(one.draft_state.may_draft for one in sound),
                 prefill_s=self._prefill_s,
