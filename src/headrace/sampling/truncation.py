@@ -26,7 +26,7 @@ On a CPU, for 150,000 tokens, finding them takes a tenth of the sort's time (1.3
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Rows to truncate.
+    """Logits to truncate, and each row's limits.
 
     logits: [R, V] float32.
     temperature: [R, 1]; it shapes the masses that top_p adds up.

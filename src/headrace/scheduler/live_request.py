@@ -47,7 +47,7 @@ class Sequence:
     is_passed_over: the last step's remaining budget was too small for this prompt.
     is_preempted: the runner keeps only a checkpoint of its state.
     lacks_memory: it was preempted for lack of bytes, not for another's turn.
-    num_output_at_resume: its output when it last started or resumed.
+    num_output_at_resume: its output tokens when it last started or resumed.
     has_state: the runner has been given a chunk, so it holds state to free.
     num_drafts: drafts that the runner holds for the next chunk.
     stop_token_id: the stop token that ended the output; not in token_ids.
@@ -221,7 +221,7 @@ class LiveRequest:
         return num_computed if selected is None or num_computed == 0 else selected.positions[num_computed - 1] + 1
 
     def times(self, now: float) -> OutputTimes:
-        """Of an output at `now`, which is its first one if none has been noted."""
+        """The times of an output at `now`, which is the first one if none was recorded."""
         return OutputTimes(self.began_s, now if self.first_output_s is None else self.first_output_s, now)
 
     def record_output(self, now: float) -> None:

@@ -13,8 +13,8 @@ CAPACITY_REASONS = {WaitReason.ROWS, WaitReason.MEMORY}
 """What a request waits for without letting others overtake it."""
 
 MAX_HELD_BACK = 64
-"""So many may be overtaken in one step: each attempt to start looks into the prefix cache, and thousands of requests
-may wait for the same prefix."""
+"""Requests that may be overtaken in one step: each attempt to start searches the prefix cache, and thousands may wait
+for the same prefix."""
 
 
 class Rows:

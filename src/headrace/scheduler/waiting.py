@@ -104,7 +104,7 @@ class WaitingQueue:
         self._classes: dict[_Class, dict[str, LiveRequest]] = {}
         """The same, by what ranks them."""
         self._heap: list[tuple[_Rank, int, _Class]] = []
-        """Of each class its rank and its first arrival, or earlier ones: both only ever get later. See `_lowest`."""
+        """The rank and first arrival of each class, now or at some time before: both only grow. See `_lowest`."""
         self._arrivals: dict[str, int] = {}
         self._next_arrival = count()
         self._num_started = 0

@@ -90,7 +90,7 @@ MAX_WAITING = 128
 
 
 class BoundedExecutor:
-    """Runs a few calls at once, in its own threads, because they block on helper processes. Belongs to one event loop.
+    """Runs a limited number of calls at once, in its own threads. Belongs to one event loop.
 
     name: of the threads. refusal: message for calls beyond MAX_WAITING; None to let any number wait.
     """

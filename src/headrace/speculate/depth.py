@@ -33,10 +33,10 @@ _TRY_RESERVE = 2
 stay affordable."""
 
 _ATTEMPT_RESERVE = 4
-"""The next attempt is due when this many times what a failed one costs has flowed in."""
+"""The next attempt is due once the budget has grown by this many times the cost of a failed one."""
 
 _TIMING_STEPS = 3
-"""Steps that this takes at most: the first and the last of an overlapped run are not representative."""
+"""Steps without drafts that their timing takes at most: the first and last of an overlapped run don't count."""
 
 _PREFILL_SHARE = 0.25
 """Of the steps that an answer may still take, what the draft model's prefill may cost at most."""
@@ -66,7 +66,7 @@ class DraftForecast(NamedTuple):
 class _BatchStats:
     """What is known of steps of about the same number of rows.
 
-    full: the budget at most. due_at: at this budget an attempt to draft is due.
+    full: the largest budget. due_at: the budget with which an attempt to draft is due.
     useful_at, prefill_at: the least budgets with which the last attempt would have drafted, or would have prefilled a
     text for the draft model.
     """

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from headrace.speculate.drafts import NO_DRAFTS, Drafts, RankedDraft, Source
 
 _PRIOR = 3
-"""Outcomes that an estimate weighs before any was observed."""
+"""Outcomes that an initial estimate counts as."""
 
 _MEMORY = 32
-"""Outcomes that an estimate weighs at most: with each new one, earlier ones fade by a 32nd."""
+"""Outcomes that an estimate counts as at most: with each new one, earlier ones fade by a 32nd."""
 
 _MODEL_ACCEPTANCE = 0.75
 """Assumed acceptance of a model's draft before any was verified."""
