@@ -21,6 +21,7 @@ HeadraceError
 ├── ModelUnavailable          503  a served model can't be loaded now
 ├── GenerationFailed          500  one request's work raised; the engine goes on
 ├── EngineDead                503  the engine's thread is gone
+├── EngineHangs               503  the engines' process does not answer
 ├── HandoverBroken            502  another server's answer broke off after its beginning
 ├── ConfigError                    a flag or an environment value is wrong
 └── ModelError                     a model can't be loaded; says what is missing
@@ -211,6 +212,13 @@ class EngineDead(HeadraceError):
 
     status = 503
     code = "engine_dead"
+
+
+class EngineHangs(HeadraceError):
+    """The engines' process does not answer; it may go on."""
+
+    status = 503
+    code = "engine_hangs"
 
 
 class HandoverBroken(HeadraceError):

@@ -22,14 +22,19 @@ from typing import Any
 
 import httpx
 import pytest
+from loopback import serving
 
 from headrace.cancellation import Cancellation, WorkCancelled, call_cancellable
 from headrace.cli.engine_process import ServerLogHandler
+from headrace.cli.serve_models import load_session
 from headrace.config import Config, EngineConfig
+from headrace.engine import remote
 from headrace.engine.engine import Engine
 from headrace.engine.remote import EngineProcess
 from headrace.errors import EngineDead, GenerationFailed, InvalidRequest, ModelError
 from headrace.server.log_format import JsonLines, TextLines
+from headrace.session.model_entry import ModelEntry, ModelSource
+from headrace.session.models import Models
 from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.events import TokenOutput
 from headrace.types.request import GREEDY, ConstraintSpec, GenerationRequest, SamplingParams
@@ -171,6 +176,44 @@ def test_all_that_waits_gets_an_error_when_the_process_is_killed() -> None:
         with pytest.raises(EngineDead, match="SIGKILL"):
             process.launch(CONFIG).wait()
         assert engine.stop(1.0)
+
+
+def test_a_process_that_hangs_is_reported_until_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "SILENCE_S", 2.0)
+    with closing(EngineProcess()) as process:
+        session = load_session(CONFIG, process, None)
+        entry = ModelEntry(
+            ("m",), ModelSource("m", lambda: 0, lambda share: session, lambda: session.outline, (), process)
+        )
+        entry.session = session
+
+        async def scenario() -> None:
+            async with (
+                serving(Models((entry,))) as url,
+                httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
+            ):
+
+                async def answers(*paths: str) -> list[httpx.Response]:
+                    return await asyncio.gather(*map(client.get, paths))
+
+                os.kill(process.pid, signal.SIGSTOP)
+                try:
+                    hung = await answers("/v1/status", "/metrics", "/v1/cache", "/v1/status/stream")
+                    hung += await answers("/health", "/v1/status", "/metrics")
+                finally:
+                    os.kill(process.pid, signal.SIGCONT)
+                assert [each.status_code for each in hung] == [503] * 7
+                assert {each.json()["error"]["code"] for each in hung} == {"engine_hangs"}
+                while (await client.get("/health")).status_code != 200:
+                    await asyncio.sleep(0.05)
+                assert [each.status_code for each in await answers("/v1/status", "/metrics")] == [200] * 2
+
+        run(scenario())
+        session.stop()
+    said = [record.message for record in caplog.records if record.name == remote.__name__]
+    assert said == ["the engines' process has not answered for more than 2 s", "the engines' process answers again"]
 
 
 def test_a_stopped_engine_refuses_requests_and_leaves_no_bytes(process: EngineProcess) -> None:

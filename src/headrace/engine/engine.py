@@ -79,6 +79,9 @@ class EngineHost(Protocol):
     def failure(self) -> str | None:
         """Why no engine can run in it any more; None if engines can."""
 
+    def hang(self) -> str | None:
+        """Why it does not answer at the moment; None while it does."""
+
     def release_memory(self) -> None:
         """After an engine has stopped: collect its reference cycles and free MLX's buffers."""
 

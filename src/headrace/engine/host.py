@@ -32,6 +32,9 @@ class ThisProcess:
     def failure(self) -> str | None:
         return "the device is lost" if device.is_lost() else None
 
+    def hang(self) -> str | None:
+        return None
+
     def release_memory(self) -> None:
         is_frozen = gc.get_freeze_count() > 0
         gc.unfreeze()

@@ -57,6 +57,9 @@ class EngineServer:
         threading.Thread(target=self._report, name="headrace-report", daemon=True).start()
         calls.serve()
 
+    def on_pulse(self) -> None:
+        self._calls.call("pulse")
+
     def on_launch(self, engine_id: int, config: Config, share: MemoryShare | None) -> None:
         load = self._loads[engine_id] = Cancellation()
         self._start_thread(self._load, engine_id, load, config, share)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from headrace.engine.commands import Abort, Command, LoopCall, Stop, Submit, Thr
 from headrace.engine.delivery import Item, OutputQueue, deliver
 from headrace.errors import EngineDead, HeadraceError
 from headrace.messages import OneWayCalls
+from headrace.ranks.channel import PULSE_S, SILENCE_S
 from headrace.types.events import TokenOutput
 from headrace.types.memory import MemoryShare, ModelMemory
 from headrace.types.model import ModelDescription
@@ -38,6 +40,9 @@ _PROGRAM = (
 
 _EXIT_TIMEOUT_S = 0.3
 """Time for the process to end once its connection is closed, which takes milliseconds; then it is killed."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
@@ -64,7 +69,11 @@ class EngineProcess:
         self._memory_in_use = 0
         self._is_closed = False
         self._exit_reason: str | None = None
+        self._hang: str | None = None
+        self._has_pulse = threading.Event()
+        """Set once the pulse last asked for has come, or the process has ended."""
         threading.Thread(target=self._serve, name="headrace-engines", daemon=True).start()
+        threading.Thread(target=self._watch, name="headrace-pulse", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -106,6 +115,9 @@ class EngineProcess:
         except EngineDead as error:
             return error.message
         return failure
+
+    def hang(self) -> str | None:
+        return self._hang
 
     def release_memory(self) -> None:
         with suppress(EngineDead):
@@ -149,13 +161,35 @@ class EngineProcess:
             self._calls.close()
             self._on_exit(f"the engine's process {_exit_text(self._process.wait())}")
 
+    def _watch(self) -> None:
+        """Ask for a pulse once a second. Its sender waits for no step and no load, at most seconds for the GIL."""
+        self._calls.call("pulse")
+        self._has_pulse.wait()  # imports may take longer than any pulse
+        while self._exit_reason is None:
+            self._has_pulse.clear()
+            self._calls.call("pulse")
+            silent_s = 0.0
+            while not self._has_pulse.wait(PULSE_S) and self._exit_reason is None:
+                silent_s += PULSE_S  # not by the clock: what stops this process, too, is no silence of the other
+                if silent_s >= SILENCE_S and self._hang is None:
+                    self._hang = f"the engines' process has not answered for more than {SILENCE_S:g} s"
+                    logger.error("%s", self._hang)
+            if self._hang is not None and self._exit_reason is None:
+                logger.warning("the engines' process answers again")
+            self._hang = None
+            time.sleep(PULSE_S)
+
     def _on_exit(self, reason: str) -> None:
         self._exit_reason, error = reason, EngineDead(reason)
+        self._has_pulse.set()
         for core in tuple(self._cores.values()):
             core.ended(reason)
             core.is_stopped.set()
         for call_id in tuple(self._results):
             self.on_result(call_id, error)
+
+    def on_pulse(self) -> None:
+        self._has_pulse.set()
 
     def on_launched(
         self, engine_id: int, model: ModelDescription, memory: ModelMemory, warm_up: WarmUpStatus, has_constraints: bool

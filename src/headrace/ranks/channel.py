@@ -31,7 +31,8 @@ class _Failed:
 
 
 SILENCE_S = 10.0
-"""A rank that sends no pulse for so long counts as ended: its machine or its connection may be gone."""
+"""A rank that sends no pulse for so long counts as ended: its machine or its connection may be gone. Much longer than
+threads of a busy process wait for its GIL or for one of a machine's few cores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,6 +353,10 @@ class Models(ServedModels):
         session = self.entries[0].session
         return None if session is None else session.health()
 
+    def hang(self) -> str | None:
+        """Why no engine answers at the moment; None while they do."""
+        return self.main.source.host.hang()
+
     def warm_up_status(self) -> WarmUpStatus:
         """Of the first model that is not warm yet."""
         found = [session.warm_up_status() for _, session in self.loaded()]
