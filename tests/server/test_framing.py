@@ -28,7 +28,7 @@ def test_answers_are_framed_as_by_h11(method: str, version: str, has_length: boo
     head = f"{method} / HTTP/{version}\r\nHost: here\r\n\r\n".encode()
     pieces = PIECES if method == "GET" else (b"",)
     headers = [("content-length", str(sum(map(len, PIECES))))] if has_length else []
-    ours, theirs = FramingConnection(h11.SERVER), h11.Connection(h11.SERVER)
+    ours, theirs = FramingConnection(), h11.Connection(h11.SERVER)
     assert answered(ours, head, headers, pieces) == answered(theirs, head, headers, pieces)
     assert ours.states == theirs.states
     if ours.our_state is h11.DONE:  # the connection is used again
@@ -38,7 +38,7 @@ def test_answers_are_framed_as_by_h11(method: str, version: str, has_length: boo
 
 
 def test_pieces_after_the_end_are_refused() -> None:
-    connection = FramingConnection(h11.SERVER)
+    connection = FramingConnection()
     answered(connection, b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", [], PIECES)
     with pytest.raises(h11.LocalProtocolError):
         connection.send(h11.Data(data=b"more"))

@@ -74,6 +74,42 @@ def error_of(body: bytes) -> dict[str, Any]:
     return error
 
 
+@pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
+def test_a_request_to_upgrade_is_answered_as_if_it_had_not_asked(
+    upgrade: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Java's client asks for h2c with every first request."""
+
+    async def scenario(connect: Connect) -> list[int]:
+        reader, writer = await connect()
+        asked = (f"Upgrade: {upgrade}", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAMAAABk")
+        for _ in range(2):
+            writer.write(head(CHAT, *asked, f"Content-Length: {len(BODY)}") + BODY)
+        return [(await answer(reader))[0] for _ in range(2)]
+
+    assert run(scenario, FakeEngine("hi", (END,))) == [200, 200]
+    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_more_headers_than_the_limit_are_refused_however_they_arrive(in_pieces: bool) -> None:
+    async def scenario(connect: Connect) -> tuple[int, bytes]:
+        reader, writer = await connect()
+        sent = head("/health", *(f"x-{number}: {number}" for number in range(5000)), method="GET")
+        if in_pieces:
+            writer.write(sent[:20_000])
+            await writer.drain()
+            await asyncio.sleep(0.1)
+            sent = sent[20_000:]
+        writer.write(sent)
+        told, _, body = await answer(reader)
+        return told, body
+
+    told, body = run(scenario, FakeEngine("hi"))
+    assert told == 431
+    assert b"16384 bytes" in body
+
+
 @pytest.mark.parametrize("headers", [(), ("Connection: close",)])
 @pytest.mark.parametrize(
     ("path", "config", "status"),

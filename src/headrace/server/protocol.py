@@ -18,6 +18,8 @@ from uvicorn.server import ServerState
 HEAD_S = 20.0
 """Seconds for a request's line and headers to arrive, from the connection's start or their first byte."""
 
+MAX_HEAD_BYTES = 16 * 1024
+
 MAX_WAITING = 512
 """Connections from one address that may wait for their client. Beyond that the longest waiting are closed."""
 GRACE_S = 1.0
@@ -59,9 +61,29 @@ class WaitingConnections(ServerState):
 
 
 class FramingConnection(h11.Connection):
-    """Frames the pieces of a chunked answer itself: with many streams h11's checks of each were a tenth of the work."""
+    """Frames the pieces of a chunked answer itself: with many streams h11's checks of each were a tenth of the work.
+
+    has_long_head: the request was refused for the size of its line and headers.
+    """
 
     _is_chunked = False
+    has_long_head = False
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """h11 checks the size only of what has not arrived whole. Raises RemoteProtocolError."""
+        is_head = self.their_state is h11.IDLE
+        try:
+            event = super().next_event()
+            if type(event) is h11.Request and _head_bytes(event) > MAX_HEAD_BYTES:
+                status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+                raise h11.RemoteProtocolError("too many header fields", error_status_hint=status)
+        except h11.RemoteProtocolError as error:
+            self.has_long_head = is_head and error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            raise
+        return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
         if self._is_chunked and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
@@ -72,10 +94,15 @@ class FramingConnection(h11.Connection):
         return sent
 
 
+def _head_bytes(request: h11.Request) -> int:
+    return len(request.target) + sum(len(name) + len(value) + len(b": \r\n") for name, value in request.headers)
+
+
 class Protocol(H11Protocol):
     """One connection."""
 
     server_state: WaitingConnections
+    conn: FramingConnection
 
     def __init__(
         self,
@@ -85,7 +112,7 @@ class Protocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.conn = FramingConnection(h11.SERVER)
+        self.conn = FramingConnection()
         self.address = ""
         self._is_ending = False
         self._is_in_body = False
@@ -135,8 +162,16 @@ class Protocol(H11Protocol):
         else:
             self.transport.close()
 
+    def _should_upgrade(self) -> bool:
+        """Every request is answered as HTTP/1.1. uvicorn would advise to install a package for WebSockets."""
+        return False
+
     def send_400_response(self, msg: str) -> None:
-        self._end(HTTPStatus.BAD_REQUEST, msg)
+        if self.conn.has_long_head:
+            message = f"The request's line and headers are longer than {MAX_HEAD_BYTES} bytes."
+            self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
+        else:
+            self._end(HTTPStatus.BAD_REQUEST, msg)
 
     def _end(self, status: HTTPStatus, message: str) -> None:
         """End with an error, unless an answer has begun: only a broken connection can end that."""
