@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -44,6 +45,12 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 def stream_data(response: httpx.Response) -> list[str]:
     return [line.removeprefix("data: ") for line in response.text.split("\n") if line]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_byte_order_mark_before_a_body_is_ignored(path: str) -> None:
+    assert send("POST", path, content=json.dumps(BODY).encode("utf-8-sig")).status_code == 200
+    assert send("POST", path, content=2 * codecs.BOM_UTF8 + json.dumps(BODY).encode()).status_code == 400
 
 
 def test_a_whole_answer_comes_as_one_object() -> None:

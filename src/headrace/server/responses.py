@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +71,7 @@ def ignored_headers(names: Sequence[str]) -> dict[str, str]:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, with a length or chunked.
+    """The body, with a length or chunked. A byte order mark before it is dropped, as RFC 8259 (8.1) allows.
 
     Raises BodyTooLarge, BodyTooSlow and InvalidRequest, after which there may be more of it; starlette's
     ClientDisconnect if the client disconnects.
@@ -95,7 +96,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise BodyTooSlow(
             f"the body did not arrive in time: no piece of it for {_PIECE_S:g} s, or less than {_BYTES_PER_S} bytes/s"
         ) from error
-    return b"".join(pieces)
+    return b"".join(pieces).removeprefix(codecs.BOM_UTF8)
 
 
 async def read_call(request: Request, read: Callable[[bytes], Parsed], max_bytes: int) -> Parsed:
