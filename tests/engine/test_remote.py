@@ -41,6 +41,7 @@ from headrace.types.request import GREEDY, ConstraintSpec, GenerationRequest, Sa
 
 CONFIG = Config("miniature", engine=EngineConfig(max_num_seqs=8))
 LONG = GenerationRequest("long", (7, 8, 9), GREEDY, max_tokens=4000)
+COMPLETION = {"prompt": "x", "max_tokens": 2}
 PATIENCE_S = 60
 
 
@@ -202,13 +203,16 @@ def test_a_process_that_hangs_is_reported_until_it_goes_on(
                 try:
                     hung = await answers("/v1/status", "/metrics", "/v1/cache", "/v1/status/stream")
                     hung += await answers("/health", "/v1/status", "/metrics")
+                    for body in (COMPLETION, {**COMPLETION, "stream": True}):
+                        hung.append(await client.post("/v1/completions", json=body))
                 finally:
                     os.kill(process.pid, signal.SIGCONT)
-                assert [each.status_code for each in hung] == [503] * 7
+                assert [each.status_code for each in hung] == [503] * 9
                 assert {each.json()["error"]["code"] for each in hung} == {"engine_hangs"}
                 while (await client.get("/health")).status_code != 200:
                     await asyncio.sleep(0.05)
                 assert [each.status_code for each in await answers("/v1/status", "/metrics")] == [200] * 2
+                assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 200
 
         run(scenario())
         session.stop()

@@ -15,7 +15,7 @@ from headrace import __version__
 from headrace.api.loads_body import loads_body, read_sections
 from headrace.api.status_body import cache_body, health_body, status_body
 from headrace.config import ServerConfig
-from headrace.errors import EngineDead, EngineHangs, NotFound
+from headrace.errors import EngineDead, NotFound
 from headrace.metrics.prometheus import CONTENT_TYPE, render
 from headrace.metrics.stats import process_use
 from headrace.server.bookkeeping import LiveRequests, RecentErrors, UnknownFields
@@ -60,7 +60,7 @@ class OperationRoutes:
         engine is dead or hangs."""
         if (reason := self._models.health()) is not None:
             raise EngineDead(f"the engine is not running: {reason}")
-        self._refuse_if_hung()
+        self._models.refuse_if_hung()
         warm_up = self._models.warm_up_status()
         body = health_body(warm_up, is_draining=self._drain.has_begun)
         return JSONResponse(body, 200 if body["status"] == "ok" else 503)
@@ -73,15 +73,11 @@ class OperationRoutes:
         asking = asyncio.ensure_future(asked)
         try:
             while not asking.done():
-                self._refuse_if_hung()
+                self._models.refuse_if_hung()
                 await asyncio.wait({asking}, timeout=_HANG_CHECK_S)
             return asking.result()
         finally:
             asking.cancel()
-
-    def _refuse_if_hung(self) -> None:
-        if (reason := self._models.hang()) is not None:
-            raise EngineHangs(reason)
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(await self._status_body(since=0))

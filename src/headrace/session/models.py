@@ -15,6 +15,7 @@ from headrace.cancellation import Cancellation, WorkCancelled
 from headrace.errors import (
     ConfigError,
     EngineDead,
+    EngineHangs,
     HeadraceError,
     ModelUnavailable,
     RequestCancelled,
@@ -95,8 +96,9 @@ class Models(ServedModels):
         """The entry's session, which stays loaded inside the block; loads it first if need be.
 
         request_id: under which `abort` ends the wait for loading. by_operator: for the load route, not a request.
-        Raises ModelUnavailable and RequestCancelled.
+        Raises ModelUnavailable, RequestCancelled and EngineHangs.
         """
+        self.refuse_if_hung()
         entry.num_users += 1
         try:
             while (session := entry.session) is None or entry.is_draining:
@@ -353,9 +355,10 @@ class Models(ServedModels):
         session = self.entries[0].session
         return None if session is None else session.health()
 
-    def hang(self) -> str | None:
-        """Why no engine answers at the moment; None while they do."""
-        return self.main.source.host.hang()
+    def refuse_if_hung(self) -> None:
+        """Raises EngineHangs."""
+        if (reason := self.main.source.host.hang()) is not None:
+            raise EngineHangs(reason)
 
     def warm_up_status(self) -> WarmUpStatus:
         """Of the first model that is not warm yet."""
