@@ -201,13 +201,13 @@ def test_a_process_that_hangs_is_reported_until_it_goes_on(
 
                 os.kill(process.pid, signal.SIGSTOP)
                 try:
-                    hung = await answers("/v1/status", "/metrics", "/v1/cache", "/v1/status/stream")
+                    hung = await answers("/v1/status", "/metrics", "/v1/cache", "/v1/status/stream", "/props")
                     hung += await answers("/health", "/v1/status", "/metrics")
                     for body in (COMPLETION, {**COMPLETION, "stream": True}):
                         hung.append(await client.post("/v1/completions", json=body))
                 finally:
                     os.kill(process.pid, signal.SIGCONT)
-                assert [each.status_code for each in hung] == [503] * 9
+                assert [each.status_code for each in hung] == [503] * 10
                 assert {each.json()["error"]["code"] for each in hung} == {"engine_hangs"}
                 while (await client.get("/health")).status_code != 200:
                     await asyncio.sleep(0.05)

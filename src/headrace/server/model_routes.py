@@ -38,7 +38,7 @@ def model_routes(served: Models, config: ServerConfig) -> list[Route]:
             session.special_tokens,
             session.chat_template,
             alias=entry.name,
-            max_num_seqs=(await session.status()).max_num_seqs,
+            max_num_seqs=(await served.status(entry)).max_num_seqs,
             version=__version__,
         )
         return JSONResponse(body)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,11 +24,7 @@ from headrace.server.handover import Handover
 from headrace.server.status_stream import PING, StatusFeed, failure, joined
 from headrace.session.model_entry import ModelEntry
 from headrace.session.models import Models
-from headrace.types.status import EngineStatus, ProcessStatus
-
-Answer = TypeVar("Answer")
-
-_HANG_CHECK_S = 0.25
+from headrace.types.status import ProcessStatus
 
 
 class OperationRoutes:
@@ -65,20 +60,6 @@ class OperationRoutes:
         body = health_body(warm_up, is_draining=self._drain.has_begun)
         return JSONResponse(body, 200 if body["status"] == "ok" else 503)
 
-    async def _status(self, entry: ModelEntry) -> EngineStatus:
-        return await self._answer(self._models.status(entry))
-
-    async def _answer(self, asked: Coroutine[Any, Any, Answer]) -> Answer:
-        """What the engines answer. Raises EngineHangs, and what `asked` raises."""
-        asking = asyncio.ensure_future(asked)
-        try:
-            while not asking.done():
-                self._models.refuse_if_hung()
-                await asyncio.wait({asking}, timeout=_HANG_CHECK_S)
-            return asking.result()
-        finally:
-            asking.cancel()
-
     async def status(self, request: Request) -> Response:
         return JSONResponse(await self._status_body(since=0))
 
@@ -99,7 +80,7 @@ class OperationRoutes:
         """since: the first second of the history."""
         main = self._models.main
         others = [entry for entry in self._models.entries if entry is not main]
-        found = [(entry, await self._status(entry)) for entry in (main, *others)]
+        found = [(entry, await self._models.status(entry)) for entry in (main, *others)]
         status = self._handover.add_to(found[0][1])
         return status_body(
             replace(status, history=status.history.since(since)),
@@ -118,7 +99,7 @@ class OperationRoutes:
 
     async def metrics(self, request: Request) -> Response:
         loaded = [entry for entry, _ in self._models.loaded()] or [self._models.main]
-        statuses = {entry.name: await self._status(entry) for entry in loaded}
+        statuses = {entry.name: await self._models.status(entry) for entry in loaded}
         first = loaded[0].name
         statuses[first] = self._handover.add_to(statuses[first])
         text = render(statuses, self._process())
@@ -126,11 +107,11 @@ class OperationRoutes:
 
     async def loads(self, request: Request) -> Response:
         sections = read_sections(request.query_params)
-        status = await self._status(self._entry(request))
+        status = await self._models.status(self._entry(request))
         return JSONResponse(loads_body(status, sections, version=__version__, now=time.time()))
 
     async def cache(self, request: Request) -> Response:
-        return JSONResponse(cache_body((await self._status(self._entry(request))).cache))
+        return JSONResponse(cache_body((await self._models.status(self._entry(request))).cache))
 
     def _entry(self, request: Request) -> ModelEntry:
         """The model in the query, else the main one. Raises ModelNotFound."""
@@ -138,7 +119,7 @@ class OperationRoutes:
         return self._models.main if name is None else self._models.resolve(name).entry
 
     async def clear_cache(self, request: Request) -> Response:
-        return JSONResponse({"object": "cache.cleared", "freed_bytes": await self._answer(self._models.clear_cache())})
+        return JSONResponse({"object": "cache.cleared", "freed_bytes": await self._models.clear_cache()})
 
     async def cancel(self, request: Request) -> Response:
         """End a request by its id or its answer's id; its own client gets an error.
@@ -148,7 +129,7 @@ class OperationRoutes:
         id = request.path_params["id"]
         # A request that waits for its model has no work yet.
         work = (*self._live.engine_ids_of(id), self._live.request_of(id))
-        ended = await asyncio.gather(*(self._answer(self._models.abort(each)) for each in work))
+        ended = await asyncio.gather(*(self._models.abort(each) for each in work))
         cancelled = [each for each, was_running in zip(work, ended, strict=True) if was_running]
         cancelled += self._handover.cancel((id, *work))
         if not cancelled:

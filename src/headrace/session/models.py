@@ -9,17 +9,10 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.cancellation import Cancellation, WorkCancelled
-from headrace.errors import (
-    ConfigError,
-    EngineDead,
-    EngineHangs,
-    HeadraceError,
-    ModelUnavailable,
-    RequestCancelled,
-)
+from headrace.errors import ConfigError, EngineDead, EngineHangs, HeadraceError, ModelUnavailable, RequestCancelled
 from headrace.session.embeddings import AnySession
 from headrace.session.memory_division import divide, needed_room, room_beside
 from headrace.session.model_entry import ModelEntry, ModelSource, run_in_daemon_thread
@@ -27,6 +20,8 @@ from headrace.session.served_models import ServedModels
 from headrace.types.memory import MemoryShare
 from headrace.types.model_status import ModelState
 from headrace.types.status import IDLE_STATUS, EngineStatus, Phase, RequestStatus, WaitReason, WarmUpStatus
+
+Answer = TypeVar("Answer")
 
 log = logging.getLogger("headrace.session")
 
@@ -360,14 +355,25 @@ class Models(ServedModels):
         if (reason := self.main.source.host.hang()) is not None:
             raise EngineHangs(reason)
 
+    async def _answer(self, asked: Coroutine[Any, Any, Answer]) -> Answer:
+        """An engine's answer. Raises EngineHangs, and what `asked` raises."""
+        asking = asyncio.ensure_future(asked)
+        try:
+            while not asking.done():
+                self.refuse_if_hung()
+                await asyncio.wait({asking}, timeout=0.25)
+            return asking.result()
+        finally:
+            asking.cancel()
+
     def warm_up_status(self) -> WarmUpStatus:
         """Of the first model that is not warm yet."""
         found = [session.warm_up_status() for _, session in self.loaded()]
         return next((each for each in found if not each.is_over), found[0] if found else WarmUpStatus())
 
     async def status(self, entry: ModelEntry) -> EngineStatus:
-        """With the requests that wait for the model. Raises EngineDead."""
-        status = IDLE_STATUS if entry.session is None else await entry.session.status()
+        """With the requests that wait for the model. Raises EngineDead and EngineHangs."""
+        status = IDLE_STATUS if entry.session is None else await self._answer(entry.session.status())
         waiting = self.waiting(entry)
         return replace(status, num_waiting=status.num_waiting + len(waiting), requests=(*status.requests, *waiting))
 
@@ -382,7 +388,7 @@ class Models(ServedModels):
 
     async def clear_cache(self) -> int:
         """Drop what is not in use of all prefix caches. Returns the bytes freed."""
-        return sum(await asyncio.gather(*(session.clear_cache() for _, session in self.loaded())))
+        return sum(await asyncio.gather(*(self._answer(session.clear_cache()) for _, session in self.loaded())))
 
     async def abort(self, request_id: str) -> bool:
         """End a request by its id in whichever model works on it. Returns False if none does."""
@@ -390,5 +396,5 @@ class Models(ServedModels):
             if not waiting.cancelled.done():
                 waiting.cancelled.set_result(None)
             return True
-        ended = await asyncio.gather(*(session.abort(request_id) for _, session in self.loaded()))
+        ended = await asyncio.gather(*(self._answer(session.abort(request_id)) for _, session in self.loaded()))
         return any(ended)
