@@ -54,6 +54,12 @@ def test_all_turns_of_a_conversation_have_one_key(path: str, turns: list[dict[st
     assert first == later
 
 
+def test_a_byte_order_mark_before_a_body_changes_nothing() -> None:
+    body = json.dumps({"messages": [FIRST]}).encode()
+    assert route_of(CHAT, {}, b"\xef\xbb\xbf" + body) == route_of(CHAT, {}, body)
+    assert route_of(CHAT, {}, body).key
+
+
 def test_conversations_have_different_keys() -> None:
     assert key(CHAT, messages=[FIRST]) != key(CHAT, messages=[NEXT])
     assert key(CHAT, messages=[SYSTEM, FIRST]) != key(CHAT, messages=[FIRST])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -74,7 +75,7 @@ def route_of(path: str, headers: Mapping[str, str], body: bytes) -> Conversation
 def _fields(body: bytes) -> dict[str, Any]:
     """The fields of a JSON body as far as it was read; none for anything else, which its replica refuses."""
     try:
-        value = from_json(body, allow_partial="trailing-strings") if body else None
+        value = from_json(body.removeprefix(BOM_UTF8), allow_partial="trailing-strings") if body else None
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
