@@ -1,4 +1,4 @@
-"""How Metal rounds quantised products, in place of MLX's own on a CPU. Nothing here runs on Metal.
+"""How Metal rounds quantised products, instead of MLX's own on a CPU. Nothing here runs on Metal.
 
 By MLX's `metal/kernels/quantized.h`: for few tokens (`qmv`) weights are dequantised in float32, for more (`qmm`) they
 are rounded to the activations' type first. Both sum in float32. So a token's result depends on how many come with it.

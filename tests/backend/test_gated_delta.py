@@ -242,7 +242,7 @@ def test_the_form_follows_from_numerics_device_and_length(
 
 
 def test_the_library_s_form_keeps_slow_decays_in_bfloat16() -> None:
-    """MLX's function by itself rounds decays to the type of the activations."""
+    """MLX's function alone rounds decays to the type of the activations."""
     case = make_case(2048, key_heads=1, value_heads=2)
     case.g[...] = 0.998
     inputs = [x.astype(mx.bfloat16) for x in case.arrays()[:3]]

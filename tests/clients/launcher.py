@@ -1,4 +1,4 @@
-"""`headrace launch` as a process, with a small program in the place of a client."""
+"""`headrace launch` as a process, with a small program instead of a client."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The self-check tells rounding from faults: no rounding of Metal's costs a level, and each fault put in is found.
 
-Metal's forms and its rounding are put in place of the CPU's. Not run on Metal.
+Metal's forms and its rounding replace the CPU's. Not run on Metal.
 """
 
 from __future__ import annotations

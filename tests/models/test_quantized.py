@@ -151,7 +151,7 @@ def test_copies_stay_within_the_quota(files: ModelFiles, tmp_path: Path, caplog:
     cache = tmp_path / "cache"
     loaded_with(files, Quantization("8", cache, 1_000_000_000))
     size = kept_bytes(cache)
-    # the larger, older one gives way
+    # the larger, older one is evicted
     loaded_with(files, Quantization("4", cache, size))
     assert len(list(cache.glob("quantized/*"))) == 1
     assert kept_bytes(cache) < size

@@ -37,7 +37,7 @@ class MadeUpPiece:
 
 @dataclass
 class MadeUpStore:
-    """Makes pieces. live: those that somebody refers to."""
+    """Makes pieces. live: those that are still referenced."""
 
     bytes_per_token: int = 10
     snapshot_bytes: int = 50

@@ -2,7 +2,7 @@
 
 KERNELS: `cpu`, or `cuda` for its layers with operations instead of kernels, whose steps are launched ahead.
 
-A process of its own, because MLX connects a process to others only once.
+A separate process, because MLX connects a process to others only once.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ async def broken(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def absent(scope: Scope, receive: Receive, send: Send) -> None:
-    """Ray's proxy after an error that is none of its own: it sends nothing."""
+    """Ray's proxy after an error that it did not expect: it sends nothing."""
 
 
 async def unavailable(scope: Scope, receive: Receive, send: Send) -> None:

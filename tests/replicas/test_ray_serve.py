@@ -44,7 +44,7 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """A server in a process of its own. log: what it prints."""
+    """A server in a separate process. log: what it prints."""
 
     process: subprocess.Popen[bytes]
     url: str

@@ -1,4 +1,4 @@
-"""Adapters as models of their own names, through OpenAI's client and a real server with the bundled model."""
+"""Adapters as models with separate names, through OpenAI's client and a real server with the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hand-over to another server: what is sent to it, what becomes of its answers, and what if it fails."""
+"""Hand-over to another server: what is sent to it, how its answers are passed on, and what if it fails."""
 
 from __future__ import annotations
 
