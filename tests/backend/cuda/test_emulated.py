@@ -50,8 +50,13 @@ def test_parts_are_put(case: str) -> None:
 def test_parts_of_several_tables_are_put() -> None:
     with emulation():
         put_tests.test_parts_of_several_tables_are_written()
-        put_tests.test_spans_of_many_layers_are_written_together()
         put_tests.test_spans_of_many_lengths_are_written_into_all_tables(7, mx.bfloat16)
+
+
+@pytest.mark.slow
+def test_spans_of_many_layers_are_put() -> None:
+    with emulation():
+        put_tests.test_spans_of_many_layers_are_written_together()
 
 
 def test_parts_are_collected() -> None:
