@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from metal_device import FakedMac, fake_mac
 
-SAMPLE_ONE_IN = 10
+SAMPLE_ONE_IN = 20
 
 # Examples don't change from run to run, and a busy machine fails nothing: no test may depend on time.
 settings.register_profile("headrace", deadline=None, derandomize=True, print_blob=True)
