@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import statistics
 import sys
 import time
@@ -87,13 +88,17 @@ class Client:
     async def ask_all(self, prompts: Sequence[str], num_tokens: int) -> list[Answer]:
         return await asyncio.gather(*(self.ask(question(prompt), num_tokens) for prompt in prompts))
 
-    async def metric(self, name: str) -> float:
-        """The sum over its labels; 0 if it is not there."""
+    async def metric(self, name: str) -> str:
+        """The sum over its labels."""
         lines = (await self._http.get("/metrics")).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+        found = [float(line.split()[-1]) for line in lines if re.match(rf"{name}[ {{]", line)]
+        return f"{sum(found):g}" if found else "not reported"
 
     async def warmed_up(self) -> None:
-        while (await self._http.get("/health")).json()["status"] != "ok":
+        """Raises HeadraceError if the server can't serve."""
+        while (health := (await self._http.get("/health")).json()).get("status") != "ok":
+            if error := health.get("error"):
+                raise HeadraceError(str(error))
             await asyncio.sleep(_POLL_S)
 
 
@@ -197,12 +202,11 @@ async def beside(client: Client, num_words: int, num_turns: int, num_tokens: int
     turned = time.perf_counter()
     answers = [await conversation.turn(num_tokens) for _ in range(num_turns)]
     ended = time.perf_counter()
-    is_whole = not any(task.done() for task in asked)
     for task in asked:
+        if task.done():
+            raise task.exception() or HeadraceError("a stream has ended before the turns did")
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
-    if not is_whole:
-        raise HeadraceError("a stream has ended before the turns did")
     alone, kept = pieces_per_s(streams, began, turned), pieces_per_s(streams, turned, ended)
     label = (
         f"four streams beside {num_turns} turns of {answers[-1].num_prompt:,} tokens and {num_tokens} of answer keep"
@@ -270,7 +274,7 @@ async def measure(url: str, given: argparse.Namespace) -> None:
                 await sessions(client)
             else:
                 await equality(client)
-        row("compiled variants built since ready", f"{await client.metric('headrace:step_forms_since_ready'):.0f}")
+        row("compiled variants built since ready", await client.metric("headrace:step_forms_since_ready_total"))
 
 
 _PARTS = ("bursts", "long-prompts", "arrivals", "turns", "equality", "sessions")
@@ -287,7 +291,7 @@ def run(argv: Sequence[str]) -> None:
     given, options = parser.parse_known_args(argv)
     row("load", " ".join(options) or "default options")
     row("---", "---")
-    command = ["ray", "serve"] if "--replicas" in options else ["serve"]
+    command = ["ray", "serve"] if any(each.startswith("--replicas") for each in options) else ["serve"]
     with serving([*command, given.model, *options]) as url:
         asyncio.run(measure(url, given))
 

@@ -10,7 +10,6 @@ from benchmarks.served import run, spread
 from headrace.errors import HeadraceError
 
 
-@pytest.mark.slow
 def test_a_burst_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     run(["miniature", "--parts", "bursts", "--at-once", "2", "--repeats", "1", "--max-num-seqs", "2"])
     rows = dict(re.findall(r"^\| (.*) \| (.*) \|$", capsys.readouterr().out, re.MULTILINE))
