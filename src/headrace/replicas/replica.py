@@ -62,10 +62,9 @@ class Replica:
         return ReplicaApp(self._app, self.name, self._stop, OpenAnswers(self._num_on_host))
 
     def check_health(self) -> None:
-        """Called by Ray, which replaces the replica after errors. Raises EngineDead and EngineHangs."""
+        """Called by Ray, which replaces the replica after an error. Raises EngineDead; a hang may end."""
         if (reason := self._loaded.models.health()) is not None:
             raise EngineDead(f"the engine is not running: {reason}")
-        self._loaded.models.refuse_if_hung()
 
     async def answer_peer(self, method: str, path: str, headers: Mapping[str, str]) -> PeerAnswer:
         """This replica's own answer, for another replica."""
