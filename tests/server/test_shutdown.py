@@ -49,10 +49,12 @@ PROGRAM = textwrap.dedent("""
         return listener
 
     def blocks():
-        "Native code that leaves the interpreter alone, and never comes back."
+        "Native code that leaves the interpreter alone, and never comes back, not even after a signal."
+        native, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+        native.pthread_mutex_init(mutex, None)
+        native.pthread_mutex_lock(mutex)
         os.write(1, b"stuck\\n")
-        while True:
-            ctypes.CDLL(None).sleep(1000)
+        native.pthread_mutex_lock(mutex)
 
     def freezes():
         "Native code that holds the interpreter's lock, so that no other thread and no signal handler runs."
@@ -263,6 +265,7 @@ def test_a_signal_ends_a_server_that_is_stuck_in_native_code(fault: str, code: i
         ("serve_models.load_session = lambda *_: freezes()", -signal.SIGTERM),
         # the kernel spares process 1
         ("serve_models.load_session = lambda *_: blocks(); os.getpid = lambda: 1", 143),
+        ("serve.load_first = lambda *_: blocks(); os.getpid = lambda: 1", 143),
     ],
 )
 def test_a_signal_ends_a_server_that_is_stuck_while_it_loads(fault: str, code: int) -> None:

@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,7 +146,7 @@ def run(plan: ServePlan, process: EngineProcess) -> None:
     warn_of_unknown_variables()
     if os.getpid() == 1:
         # In a container: for process 1 the kernel ignores signals that have no handler.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED))
+        _end_on_sigterm()
     models = served_models(plan, process)
     with open_listener(config.server) as listener:
         try:
@@ -159,6 +160,21 @@ def run(plan: ServePlan, process: EngineProcess) -> None:
             raise
         if not models.stop(left_s):
             logger.warning("the engine is still busy, the process ends without it")
+
+
+def _end_on_sigterm() -> None:
+    """Have a thread end the process after SIGTERM: the handler itself waits as long as native code is running."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+
+    def end() -> None:
+        while os.read(read_end, 1)[0] != signal.SIGTERM:
+            pass
+        os._exit(TERMINATED)
+
+    threading.Thread(target=end, name="sigterm", daemon=True).start()
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED))
 
 
 def _serve(plan: ServePlan, models: Models, listener: socket.socket) -> float:
