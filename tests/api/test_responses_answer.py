@@ -233,6 +233,12 @@ def test_a_sign_of_life_is_an_event_of_the_api_with_the_next_number() -> None:
     assert [*numbers, ping["sequence_number"], later["sequence_number"]] == [0, 1, 2, 3]
 
 
+def test_before_the_first_event_a_sign_of_life_is_a_comment() -> None:
+    form = answer()
+    assert form.ping() == b": ping\n\n"
+    assert [event["sequence_number"] for event in stream([Started(7)], form)] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [

@@ -75,7 +75,9 @@ class ResponsesAnswer:
         return [server_sent(body, body["type"]) for body in self._event_bodies(event)]
 
     def ping(self) -> bytes:
-        """See AnswerEncoder. An in_progress event resets all clients' timers."""
+        """See AnswerEncoder. Before `response.created`, which clients expect first, only a comment can come."""
+        if self._number == 0:
+            return b": ping\n\n"
         body = self._event("response.in_progress", response=self.response())
         return server_sent(body, body["type"])
 
@@ -84,11 +86,12 @@ class ResponsesAnswer:
         return b""
 
     def failure(self, error: HeadraceError) -> bytes:
+        begin = [] if self._number else [self._event("response.created", response=self.response())]
         self._status = "cancelled" if isinstance(error, RequestCancelled) else "failed"
         is_refused = isinstance(error, RequestError)
         self._error = {"code": error.code if is_refused else "server_error", "message": error.message}
         # An unfinished item stays in the response.
-        events = [*self._end_item("incomplete")]
+        events = [*begin, *self._end_item("incomplete")]
         response = self.response()
         self._on_end(response)
         events.append(self._event("response.failed", response=response))
