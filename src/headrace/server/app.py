@@ -41,7 +41,7 @@ def build_app(models: Models, config: ServerConfig) -> Starlette:
     handover = Handover(config)
     chat = AnswerRoute(chat_dialect(config), models, config, live, ignored, handover)
     completion = AnswerRoute(completion_dialect(), models, config, live, ignored, handover)
-    responses = ResponseRoutes(models, config, live, ignored)
+    responses = ResponseRoutes(models, config, live, ignored, handover)
     response = AnswerRoute(responses.dialect(), models, config, live, ignored, handover)
     message = AnswerRoute(messages_dialect(), models, config, live, ignored, handover)
     own_names = OwnNames(config.host, config.allowed_origin)

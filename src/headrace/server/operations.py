@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from headrace.errors import EngineDead, NotFound
 from headrace.metrics.prometheus import CONTENT_TYPE, render
 from headrace.metrics.stats import process_use
 from headrace.server.bookkeeping import LiveRequests, RecentErrors, UnknownFields
+from headrace.server.cancel import cancel_request
 from headrace.server.connection import EventStream, while_connected
 from headrace.server.drain import Drain
 from headrace.server.handover import Handover
@@ -127,11 +127,7 @@ class OperationRoutes:
         Raises NotFound unless something was ended.
         """
         id = request.path_params["id"]
-        # A request that waits for its model has no work yet.
-        work = (*self._live.engine_ids_of(id), self._live.request_of(id))
-        ended = await asyncio.gather(*(self._models.abort(each) for each in work))
-        cancelled = [each for each, was_running in zip(work, ended, strict=True) if was_running]
-        cancelled += self._handover.cancel((id, *work))
+        cancelled = await cancel_request(id, self._models, self._live, self._handover)
         if not cancelled:
             raise NotFound(f"no request with the id {id!r} is being worked on", param="id")
         return JSONResponse({"id": id, "object": "request.cancelled", "cancelled": cancelled})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -24,6 +23,8 @@ from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, InvalidRequest, UnsupportedField
 from headrace.server.answers import Dialect
 from headrace.server.bookkeeping import LiveRequests, UnknownFields
+from headrace.server.cancel import cancel_request
+from headrace.server.handover import Handover
 from headrace.server.model_calls import read_json_body, with_model
 from headrace.server.response_store import ResponseStore, StoredResponse
 from headrace.server.responses import ignored_headers
@@ -38,11 +39,14 @@ from headrace.types.model import ModelTraits
 class ResponseRoutes:
     """Generates responses, from a whole conversation or continuing a stored one."""
 
-    def __init__(self, models: Models, config: ServerConfig, live: LiveRequests, ignored: UnknownFields) -> None:
+    def __init__(
+        self, models: Models, config: ServerConfig, live: LiveRequests, ignored: UnknownFields, handover: Handover
+    ) -> None:
         self._models = models
         self._config = config
         self._live = live
         self._ignored = ignored
+        self._handover = handover
         self._store = ResponseStore(config.stored_response_bytes)
         # The requests hold these strongly: what is here is being answered.
         self._open: WeakValueDictionary[str, ResponsesAnswer] = WeakValueDictionary()
@@ -93,7 +97,7 @@ class ResponseRoutes:
             if stored["status"] != "cancelled":
                 raise InvalidRequest(f"Cannot cancel a {stored['status']} response.", param="response_id")
             return JSONResponse(stored)
-        await asyncio.gather(*(self._models.abort(each) for each in self._live.engine_ids_of(response_id)))
+        await cancel_request(response_id, self._models, self._live, self._handover)
         return JSONResponse(answer.so_far("cancelled"))
 
     def _read(self, body: JsonBody, model: ModelTraits) -> ResponseCall:
