@@ -22,8 +22,12 @@ from prometheus_client.parser import text_string_to_metric_families
 import headrace
 from headrace.config import Config, EngineConfig, ModelConfig, ServerConfig
 from headrace.engine.engine import Engine
+from headrace.session.model_entry import ModelEntry, ModelSource
+from headrace.session.models import Models
 from headrace.session.session import Session
 from headrace.session.text_pipeline import load_text_pipeline
+from headrace.types.memory import MemoryShare
+from headrace.types.model import ModelOutline
 
 MINIATURE = Path(headrace.__file__).parent / "miniature"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -168,3 +172,33 @@ def test_the_routes_need_a_folder(folder: Path) -> None:
         return loading.status_code, unloading.status_code
 
     assert asyncio.run(exchange()) == (404, 404)
+
+
+def test_an_adapter_of_a_sleeping_model_goes_without_a_load(folder: Path) -> None:
+    words = load_text_pipeline(MINIATURE, "qwen3_5")
+    config = ModelConfig(adapter=(f"poet={folder / '0'}", f"judge={folder / '1'}"), self_check=False)
+    engines: list[Engine] = []
+
+    def load_session(share: MemoryShare | None) -> Session:
+        engines.append(Engine.launch(Config("miniature", config, EngineConfig(max_num_seqs=2)), words.constraints))
+        return Session.for_engine(engines[-1], words)
+
+    source = ModelSource("miniature", lambda: 0, load_session, ModelOutline, ("poet", "judge"))
+    models = Models([ModelEntry(("miniature",), source)])
+
+    def names() -> set[str]:
+        return {each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]}
+
+    with served(models, ServerConfig(adapter_dir=str(folder))) as url:
+        assert unload(url, "poet").status_code == 200
+        assert param_of(unload(url, "poet"), 404) == "lora_name"
+        assert (names(), engines) == ({"miniature", "judge"}, [])
+        assert httpx.post(f"{url}/v1/models/miniature/load", timeout=60).status_code == 200
+        assert names() == {"miniature", "judge"}
+        assert load(url, lora_name="critic", lora_path="0").status_code == 200
+        assert httpx.post(f"{url}/v1/models/miniature/unload").status_code == 200
+        assert unload(url, "judge").status_code == 200
+        assert (names(), len(engines)) == ({"miniature", "critic"}, 1)
+        assert httpx.post(f"{url}/v1/models/miniature/load", timeout=60).status_code == 200
+        assert names() == {"miniature", "critic"}
+    engines[-1].stop()

@@ -240,6 +240,33 @@ def test_an_idle_model_is_unloaded_but_not_while_it_serves() -> None:
     play(scenario)
 
 
+def test_an_idle_model_is_unloaded_by_one_task_however_long_another_is_loaded() -> None:
+    shelf = SlowShelf(10_000, "a", "b")
+
+    async def scenario() -> None:
+        a = shelf.entry("a")
+        for _ in range(2):
+            shelf.may_end.set()
+            await shelf.touch("a")
+            shelf.may_end.clear()
+            shelf.begun.clear()
+            a.idle_unload_s = 0.0
+            other = asyncio.create_task(shelf.touch("b"))
+            await shelf.has_begun("b")
+            before = len(asyncio.all_tasks())
+            for _ in range(20):
+                shelf.models.tick()
+            assert len(asyncio.all_tasks()) == before + 1
+            shelf.may_end.set()
+            await other
+            while "a" in shelf.loaded:
+                shelf.models.tick()
+                await asyncio.sleep(0.01)
+            await shelf.models.unload(shelf.entry("b"))
+
+    play(scenario)
+
+
 def test_a_model_that_serves_is_not_unloaded_by_hand() -> None:
     shelf = Shelf(10_000, "a", "b")
 

@@ -16,6 +16,7 @@ from headrace.server.model_calls import read_json_body, with_model
 from headrace.server.responses import ignored_headers
 from headrace.session.embeddings import AnySession, text_session
 from headrace.session.models import Models
+from headrace.types.model_status import ModelState
 
 
 class AdapterRoutes:
@@ -60,7 +61,10 @@ class AdapterRoutes:
         async def unload(session: AnySession) -> None:
             await text_session(session).adapters.unload(call.name)
 
-        await with_model(request, self._models, self._models.resolve(entry.name), unload)
+        if entry.session is None and entry.state is not ModelState.LOADING:
+            entry.forget_adapter(call.name)
+        else:
+            await with_model(request, self._models, self._models.resolve(entry.name), unload)
         return self._done(call, "removed")
 
     def _folder(self, path: str) -> Path:

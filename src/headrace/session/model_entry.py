@@ -91,6 +91,14 @@ class ModelEntry:
             self._adapters = session.adapters.folders
         return session
 
+    def forget_adapter(self, name: str) -> None:
+        """Leave an adapter out of the next session; for a model that has none."""
+        self._adapters = {
+            each: folder
+            for each, folder in (self._adapters or dict.fromkeys(self.source.adapters)).items()
+            if each != name
+        }
+
     async def set_session(self, session: AnySession) -> None:
         """Take a loaded session, and restore the adapters of the last one."""
         if isinstance(session, Session) and self._adapters is not None:
@@ -109,6 +117,13 @@ class ModelEntry:
         elif self._outline is None:
             self._outline = self.source.outline()
         return self._outline
+
+    @property
+    def is_idle_for_long(self) -> bool:
+        """Whether it may be unloaded after `idle_unload_s`."""
+        if self.idle_unload_s is None or self.is_kept or self.num_users:
+            return False
+        return time.monotonic() - (self.last_used or 0.0) >= self.idle_unload_s
 
     def refuse_to_unload(self, num_requests: int) -> None:
         """Raises InvalidRequest if there are requests that need it."""
@@ -142,6 +157,19 @@ class ModelEntry:
             loading_s=None if self.loading_since is None else now - self.loading_since,
             progress=progress,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRequest:
+    """A request that waits for its model. since: in monotonic seconds. cancelled: settled by `abort`.
+
+    by_operator: for the load route, not a request.
+    """
+
+    entry: ModelEntry
+    since: float
+    cancelled: asyncio.Future[None]
+    by_operator: bool
 
 
 def without_locals(error: BaseException) -> BaseException:

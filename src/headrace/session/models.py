@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from headrace.cancellation import Cancellation, WorkCancelled
 from headrace.errors import ConfigError, EngineDead, EngineHangs, HeadraceError, ModelUnavailable, RequestCancelled
 from headrace.session.embeddings import AnySession
 from headrace.session.memory_division import divide, needed_room, room_beside
-from headrace.session.model_entry import ModelEntry, ModelSource, run_in_daemon_thread
+from headrace.session.model_entry import ModelEntry, ModelSource, WaitingRequest, run_in_daemon_thread
 from headrace.session.served_models import ServedModels
 from headrace.types.memory import MemoryShare
 from headrace.types.model_status import ModelState
@@ -31,19 +31,6 @@ that it becomes idle once its current ones are over."""
 
 RETRY_S = 5.0
 """A failed model is tried again by requests after this time; before, they get its error."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A request that waits for its model. since: in monotonic seconds. cancelled: settled by `abort`.
-
-    by_operator: for the load route, not a request.
-    """
-
-    entry: ModelEntry
-    since: float
-    cancelled: asyncio.Future[None]
-    by_operator: bool
 
 
 class Models(ServedModels):
@@ -69,20 +56,28 @@ class Models(ServedModels):
         self._changed = asyncio.Event()
         """Set when a model may have become idle."""
         self._loads: dict[ModelEntry, asyncio.Task[None]] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, WaitingRequest] = {}
         self._background: set[asyncio.Task[Any]] = set()
+        self._unloading: set[ModelEntry] = set()
+        """Idle for long; a task in the background unloads each."""
         self._failure: str | None = None
         """Why no engine can run any more."""
 
     @classmethod
     def of(
-        cls, session: AnySession, names: Sequence[str] = (), *, spec: str | None = None, takes_any_name: bool = False
+        cls,
+        session: AnySession,
+        names: Sequence[str] = (),
+        *,
+        spec: str | None = None,
+        takes_any_name: bool = False,
+        needs_name: bool = False,
     ) -> Models:
         """One model that is loaded already. names: empty for the model's own. spec: as on the command line."""
         source = ModelSource(spec or session.model.name, lambda: 0, lambda share: session, lambda: session.outline)
         entry = ModelEntry(names or (session.model.name,), source, is_kept=True)
         entry.session, entry.state = session, ModelState.LOADED
-        return cls((entry,), takes_any_name=takes_any_name)
+        return cls((entry,), takes_any_name=takes_any_name, needs_name=needs_name)
 
     @asynccontextmanager
     async def use(
@@ -108,7 +103,7 @@ class Models(ServedModels):
     async def _wait_for(self, entry: ModelEntry, request_id: str, by_operator: bool) -> None:
         if entry.state is ModelState.FAILED and time.monotonic() - entry.failed_at < RETRY_S:
             raise ModelUnavailable(f"{entry.name} can't be loaded: {entry.reason}", param="model")
-        waiting = _Waiting(entry, time.monotonic(), asyncio.get_running_loop().create_future(), by_operator)
+        waiting = WaitingRequest(entry, time.monotonic(), asyncio.get_running_loop().create_future(), by_operator)
         self._waiting[request_id] = waiting
         try:
             load = self._begin_load(entry)
@@ -296,19 +291,18 @@ class Models(ServedModels):
             if len(self.entries) > 1 and (reason := session.health()) is not None and entry.state is ModelState.LOADED:
                 self.fail(entry, f"its engine died: {reason}")
                 self._in_background(self._remove_dead(entry))
-            elif self._is_idle_for_long(entry) and entry.state is ModelState.LOADED:
+            elif entry.is_idle_for_long and entry.state is ModelState.LOADED and entry not in self._unloading:
+                self._unloading.add(entry)
                 self._in_background(self._unload_if_idle(entry))
 
-    def _is_idle_for_long(self, entry: ModelEntry) -> bool:
-        if entry.idle_unload_s is None or entry.is_kept or entry.num_users:
-            return False
-        return time.monotonic() - (entry.last_used or 0.0) >= entry.idle_unload_s
-
     async def _unload_if_idle(self, entry: ModelEntry) -> None:
-        async with self._lock:
-            if self._is_idle_for_long(entry):
-                await self._close(entry)
-                await self._divide()
+        try:
+            async with self._lock:
+                if entry.is_idle_for_long:
+                    await self._close(entry)
+                    await self._divide()
+        finally:
+            self._unloading.discard(entry)
 
     async def _remove_dead(self, entry: ModelEntry) -> None:
         reason = entry.reason
