@@ -13,7 +13,7 @@ import openai
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from headrace.replicas.front import Front
 
@@ -133,6 +133,43 @@ async def test_without_a_replica_the_answer_is_an_error_in_the_routes_dialect(ap
     assert chat.status_code == message.status_code == 503
     assert chat.json()["error"]["code"] == "engine_dead"
     assert message.json()["error"]["type"] == "api_error"
+
+
+async def left(scope: Scope, receive: Receive, send: Send) -> None:
+    """Ray's proxy with a client that disconnects during a stream: it sends no last piece."""
+    await broken(scope, receive, send)
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def left_early(scope: Scope, receive: Receive, send: Send) -> None:
+    """One with a client that disconnects before the answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@pytest.mark.parametrize("app", [left, left_early])
+@pytest.mark.parametrize("num_pieces", [0, 1, 2])
+async def test_a_client_that_leaves_is_not_taken_for_a_replica_that_has_ended(
+    app: App, num_pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """num_pieces: of the body, which the client sends before it leaves."""
+    received = [{"type": "http.request", "body": b"{", "more_body": True}] * num_pieces
+    if num_pieces == 2:
+        received[-1] = {"type": "http.request", "body": b"}", "more_body": False}
+    received.append({"type": "http.disconnect"})
+    messages, sent = iter(received), list[Message]()
+
+    async def receive() -> Message:
+        return next(messages)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+    await Front(app)(scope, receive, send)
+    assert b"error" not in b"".join(each.get("body", b"") for each in sent)
+    assert caplog.records == []
 
 
 async def test_rays_own_paths_are_left_to_ray() -> None:

@@ -49,7 +49,8 @@ class Front:
         headers[ROUTE_HEADER] = route_of(scope["path"], headers, head).encoded()
         answer = _PassedAnswer(scope["path"], headers, send)
         await self._app({**scope, "headers": headers.raw}, body.receive, answer.send)
-        await answer.end()
+        if not body.is_client_gone:
+            await answer.end()
 
 
 def _is_for_ray(name: bytes, value: bytes) -> bool:
@@ -64,12 +65,13 @@ class _Body:
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._read: list[Message] = []
+        self.is_client_gone = False
 
     async def read_head(self) -> bytes:
         """The first HEAD_BYTES of the body, or all of it."""
         head = b""
         while len(head) < HEAD_BYTES:
-            message = await self._receive()
+            message = await self._next()
             self._read.append(message)
             head += message.get("body", b"")
             if not message.get("more_body", False):
@@ -77,7 +79,12 @@ class _Body:
         return head[:HEAD_BYTES]
 
     async def receive(self) -> Message:
-        return self._read.pop(0) if self._read else await self._receive()
+        return self._read.pop(0) if self._read else await self._next()
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        self.is_client_gone |= message["type"] == "http.disconnect"
+        return message
 
 
 class _PassedAnswer:
