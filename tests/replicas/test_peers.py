@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from starlette.responses import Response
 
 from headrace.replicas.peers import PeerAnswer, combine_answers, combined
@@ -81,3 +82,13 @@ def test_replicas_are_listed_with_their_status() -> None:
 def test_a_wrong_key_is_refused_as_each_replica_refuses_it() -> None:
     refused = answer("GET", "/metrics", (401, {"error": 1}), (401, {"error": 1}))
     assert refused.status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/metrics"), ("DELETE", "/v1/cache"), ("GET", "/v1/replicas"), ("POST", "/v1/requests/a/cancel")],
+)
+def test_without_an_answer_in_time_the_client_may_ask_again(method: str, path: str) -> None:
+    none = answer(method, path)
+    assert none.status_code == 503
+    assert "no replica has answered" in body_of(none)["error"]["message"]

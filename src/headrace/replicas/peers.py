@@ -11,6 +11,8 @@ import httpx
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
+from headrace.api.error_bodies import openai_error
+from headrace.errors import EngineDead
 from headrace.metrics.prometheus import CONTENT_TYPE
 
 _GIVEN_HEADERS = ("authorization", "x-api-key", "host", "origin", "anthropic-version")
@@ -55,7 +57,10 @@ async def answer_of(app: ASGIApp, replica: str, method: str, path: str, headers:
 
 
 def combine_answers(answers: Sequence[PeerAnswer], combine: Combine) -> Response:
-    """One answer, of those that succeeded; if none did, the first error as it is."""
+    """One answer, of those that succeeded; if none did, the first error as it is. answers: may be empty."""
+    if not answers:
+        error = EngineDead("no replica has answered: send the request again soon")
+        return JSONResponse(openai_error(error), error.status)
     good = [each for each in answers if each.status == 200]
     if not good:
         return Response(answers[0].body, answers[0].status, media_type="application/json")
