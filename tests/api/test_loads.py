@@ -75,6 +75,12 @@ def test_the_load_counts_requests_tokens_and_memory() -> None:
     }
 
 
+def test_preempted_choices_of_a_request_that_runs_on_are_not_queued() -> None:
+    """One queued request and three preempted sequences, of which one request has two and still decodes with a third."""
+    (load,) = body(status=replace(STATUS, num_waiting=4))["loads"]
+    assert (load["num_waiting_reqs"], load["queues"]["waiting"], load["queues"]["retracted"]) == (4, 1, 3)
+
+
 def test_rows_count_as_utilization_where_they_are_scarcer_than_memory() -> None:
     (load,) = body(status=replace(STATUS, num_running=6))["loads"]
     assert load["utilization"] == 0.75

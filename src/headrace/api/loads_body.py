@@ -40,12 +40,13 @@ def loads_body(status: EngineStatus, sections: frozenset[str], *, version: str, 
     if "spec" in sections and status.drafts is not None:
         load["speculative"] = _speculative(status)
     if "queues" in sections:
-        num_preempted = sum(each.phase is Phase.PREEMPTED for each in status.requests)
+        # Besides queued requests, num_waiting counts preempted sequences; SGLang's requests have one each.
+        num_queued = sum(each.phase is Phase.QUEUED for each in status.requests)
         load["queues"] = {
-            "waiting": status.num_waiting - num_preempted,
+            "waiting": num_queued,
             "grammar": 0,
             "paused": 0,
-            "retracted": num_preempted,
+            "retracted": status.num_waiting - num_queued,
         }
     return {
         "timestamp": datetime.fromtimestamp(now, UTC).isoformat(),
