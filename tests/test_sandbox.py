@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -98,6 +99,21 @@ def test_closing_ends_a_call_that_runs(sandbox: Sandbox) -> None:
             call.result(30)
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
+
+
+def test_a_helper_that_died_while_idle_is_replaced_and_leaves_no_socket(sandbox: Sandbox) -> None:
+    def num_descriptors() -> int:
+        return len(os.listdir("/dev/fd"))
+
+    process_id = sandbox.run(os.getpid, timeout_s=30)
+    before = num_descriptors()
+    for _ in range(3):
+        os.kill(process_id, signal.SIGKILL)
+        (helper,) = sandbox._running
+        helper._process.wait(30)
+        process_id = sandbox.run(os.getpid, timeout_s=30)
+        assert len(sandbox._running) == 1
+    assert num_descriptors() == before
 
 
 def test_helpers_end_with_a_server_that_is_killed() -> None:

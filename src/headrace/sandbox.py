@@ -91,7 +91,10 @@ class Sandbox:
         """
         process = self._wait_for_process()
         try:
-            if process is None or not process.is_alive:
+            if process is not None and not process.is_alive:
+                self._discard(process)
+                process = None
+            if process is None:
                 process = self._start()
             with interrupted_by(process.interrupt):
                 if preparation is not None:
