@@ -43,3 +43,13 @@ def test_removed_entries_free_their_size() -> None:
     cache.clear()
     cache.put("d", "d", 4)
     assert [cache.get(key) for key in "bd"] == [None, "d"]
+
+
+def test_a_too_large_value_evicts_nothing_but_the_one_of_its_key() -> None:
+    cache: LruCache[str, str] = LruCache(10)
+    cache.put("a", "a", 4)
+    cache.put("b", "b", 4)
+    cache.put("c", "c", 11)
+    assert [cache.get(key) for key in "abc"] == ["a", "b", None]
+    cache.put("a", "A", 11)
+    assert [cache.get(key) for key in "abc"] == [None, "b", None]

@@ -42,6 +42,8 @@ class LruCache(Generic[Key, Value]):
     def put(self, key: Key, value: Value, size: int = 1) -> None:
         with self._lock:
             self._remove(key)
+            if size > self._max_size:
+                return
             self._entries[key] = value, size
             self._size += size
             while self._size > self._max_size:
