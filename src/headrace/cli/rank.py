@@ -58,7 +58,8 @@ def _take_part(ranks: Ranks) -> int:
         return 0 if ranks.hear() is None else 2
     logger.setLevel(config.server.log_level.upper())
     text = configured.configured_text_pipeline(config)
-    engine = thread.EngineThread.launch(config, text.constraints, ranks=ranks)
+    constraints = None if text is None else text.constraints
+    engine = thread.EngineThread.launch(config, constraints, ranks=ranks)
     engine.wait_for_end()
     return 0 if ranks.has_ended_well else 2
 
