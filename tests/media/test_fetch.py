@@ -267,6 +267,18 @@ def test_the_next_address_is_tried_when_one_can_t_be_reached() -> None:
     assert [url for url, *_ in net.seen] == ["http://[2606:4700::1]/x", f"http://{PUBLIC}/x"]
 
 
+def test_a_name_that_is_no_international_one_is_tried_at_its_next_address_too() -> None:
+    """httpx can't decode `xn--`."""
+
+    def half(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "2606:4700::1":
+            raise httpx.ConnectError("no route to host", request=request)
+        return ok(request)
+
+    net = Net({"xn--": half}, {"xn--": ("2606:4700::1", PUBLIC)})
+    assert net.read("http://xn--/x", "*") == PNG
+
+
 def test_an_unknown_host_is_refused() -> None:
     assert "unknown.example is unknown" in refusal(lambda: Net({}).read("http://unknown.example/", "*"))
 

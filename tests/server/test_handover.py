@@ -815,6 +815,7 @@ def test_a_url_of_another_form_is_refused_without_being_shown(url: str) -> None:
         ("https://a:8443/v1", "https://a:8443"),
         ("https://a/api/v1/", "https://a/api"),
         ("http://[::1]:8080/v1", "http://[::1]:8080"),
+        ("http://xn--/v1", "http://xn--"),
     ],
 )
 def test_the_base_path_is_that_of_other_clients(url: str, base: str) -> None:

@@ -158,7 +158,7 @@ async def _connect(client: httpx.AsyncClient, target: httpx.URL, addresses: Sequ
         try:
             return await _get(client, target, address)
         except httpx.ConnectError as error:
-            log.debug("%s can't be reached at %s: %s", target.host, address, error)
+            log.debug("%s can't be reached at %s: %s", target.raw_host.decode("ascii"), address, error)
     return await _get(client, target, last)
 
 

@@ -81,7 +81,8 @@ def handover_target(config: ServerConfig) -> OtherServer | None:
         url = httpx.URL(config.handover)
     except httpx.InvalidURL as error:
         raise ConfigError("--handover is no valid URL") from error
-    if url.scheme not in ("http", "https") or not url.host or " " in config.handover:
+    # `host` raises for a name that is no IDNA
+    if url.scheme not in ("http", "https") or not url.raw_host or " " in config.handover:
         raise ConfigError("--handover takes a URL like https://server.example/v1")
     if url.userinfo or url.query or url.fragment:
         raise ConfigError("--handover takes no credentials, query or fragment in its URL; see --handover-key-env")
