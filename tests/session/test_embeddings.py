@@ -260,6 +260,17 @@ def test_scores_of_an_embedding_model_are_cosines_with_its_prompts(bert: Embeddi
     assert score(bert, *PAIRS) == pytest.approx(cosines(queries, documents).tolist(), abs=1e-5)
 
 
+def test_a_documents_prompt_does_not_count_against_its_limit(bert: EmbeddingSession) -> None:
+    inputs, _ = bert._inputs.compared(scoring(("mill", TEXTS[5]), max_document_tokens=3))
+    own = asyncio.run(bert.tokenize(TEXTS[5], adds_special_tokens=False))[:3]
+    prompt = asyncio.run(bert.tokenize("passage: ", adds_special_tokens=False))
+    assert len(prompt) >= 2
+    assert list(inputs[1].token_ids[1:-1]) == [*prompt, *own]
+    whole, _ = bert._inputs.compared(scoring(("mill " * 9, "river"), max_document_tokens=3))
+    assert len(whole[0].token_ids) >= 9, "the query is left alone"
+    assert list(whole[1].token_ids[1:-1]) == [*prompt, *asyncio.run(bert.tokenize("river", adds_special_tokens=False))]
+
+
 def test_an_empty_input_is_refused(bert: EmbeddingSession) -> None:
     for texts, param in ((("x", ""), r"input\[1\]"), (("  ",), "input")):
         with pytest.raises(InvalidRequest, match=param):

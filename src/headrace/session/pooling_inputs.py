@@ -93,7 +93,10 @@ class PoolingInputs:
                 places[kind, text] = len(inputs)
                 most = request.max_document_tokens if kind == "document" else None
                 is_cut = cut is not None or most is not None
-                token_ids = self._encoded(prompt_of(self._traits, None, kind) + text, param, is_cut=is_cut)[:most]
+                prompt = prompt_of(self._traits, None, kind)
+                token_ids = self._encoded(prompt + text, param, is_cut=is_cut)
+                if most is not None:  # of the document, without its prompt
+                    token_ids = token_ids[: common_length(token_ids, self._encoded(prompt, param, is_cut=False)) + most]
                 post_processor = self._tokenizer.post_processor
                 fitted = self._fitted(token_ids, cut, post_processor.num_added, param)
                 inputs.append(TokenizedInput(post_processor.single(fitted)))
