@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import threading
 import time
@@ -67,4 +68,44 @@ def test_calls_are_made_in_order_until_the_other_side_is_gone() -> None:
     assert target.taken[-2:] == ["last", b"y" * 300_000]
     assert sorted(target.taken[:-2]) == sorted([*range(500)] * 3)  # type: ignore[type-var]
     here.call("add", 1)  # the other side is gone: no error
+    here.close()
+
+
+class Unpicklable:
+    """Fails to be pickled with any error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise self._error
+
+
+NESTED: list[object] = []
+for _ in range(100_000):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        threading.Lock(),
+        lambda: None,
+        NESTED,
+        pickle.PickleBuffer(memoryview(bytes(10))[::2]),
+        Unpicklable(ValueError("no")),
+        Unpicklable(OSError("no")),
+        Unpicklable(MemoryError()),
+    ],
+    ids=["lock", "function", "nested", "gaps", "value", "os", "memory"],
+)
+def test_a_call_that_can_not_be_sent_ends_the_connection(value: object) -> None:
+    ours, theirs = socket.socketpair()
+    there = OneWayCalls(theirs, object())
+    here = OneWayCalls(ours, object())
+    serving = threading.Thread(target=here.serve, daemon=True)
+    serving.start()
+    there.call("add", value)
+    serving.join(30)
+    assert not serving.is_alive(), "the peer still waits"
     here.close()

@@ -89,18 +89,17 @@ class OneWayCalls:
         self._waiting.put((method, args))
 
     def _send(self) -> None:
-        try:
-            while (call := self._waiting.get()) is not None:
-                send(self._connection, call)
-        except OSError:
-            return
-        except (
-            pickle.PicklingError,
-            TypeError,
-            AttributeError,
-        ):  # the peer would wait for ever
-            logger.exception("a call to another process can't be sent")
-            self.close()
+        while (call := self._waiting.get()) is not None:
+            try:
+                message = Message(call)
+            except Exception:  # whatever a value's pickling raises; the peer would wait for ever
+                logger.exception("a call to another process can't be sent")
+                self.close()
+                return
+            try:
+                message.send(self._connection)
+            except OSError:
+                return
 
     def serve(self) -> None:
         """Run the peer's calls, one after another, until it disconnects."""
