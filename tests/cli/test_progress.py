@@ -14,7 +14,10 @@ from fakes import FakeEngine, fake_session, models_of
 from headrace.cli.progress import PromptProgress, loading_progress, preparing_text, show_prompts
 from headrace.cli.progress_line import ProgressLine, Waiting
 from headrace.config import Config
-from headrace.types.status import Phase, RequestStatus
+from headrace.session.model_entry import ModelEntry, ModelSource
+from headrace.session.models import Models
+from headrace.types.model import ModelOutline
+from headrace.types.status import EngineStatus, Phase, RequestStatus
 
 CLEAR = "\r\x1b[K"
 
@@ -104,6 +107,32 @@ def test_a_dead_engine_ends_the_watch_and_a_live_one_is_asked_until_it_is_cancel
             await watch
         engine.health = lambda: "gone"  # type: ignore[method-assign]
         await asyncio.wait_for(show_prompts(models_of(fake_session(engine)), ProgressLine(Terminal())), 30)
+
+    asyncio.run(scenario())
+
+
+def test_the_watch_goes_on_beside_an_engine_that_is_dead() -> None:
+    async def scenario() -> None:
+        dead, live = FakeEngine(), FakeEngine()
+        dead.sick = "gone"
+        asked = asyncio.Event()
+
+        async def status() -> EngineStatus:
+            asked.set()
+            return await FakeEngine().status()
+
+        live.status = status  # type: ignore[method-assign]
+        source = ModelSource("x", lambda: 0, lambda share: fake_session(live), ModelOutline)
+        models = Models([ModelEntry((name,), source) for name in "ab"], 10_000)
+        for entry, engine in zip(models.entries, (dead, live), strict=True):
+            entry.session = fake_session(engine)
+        watch = asyncio.create_task(show_prompts(models, ProgressLine(Terminal())))
+        await asyncio.wait_for(asked.wait(), 30)
+        asked.clear()
+        await asyncio.wait_for(asked.wait(), 30)
+        watch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watch
 
     asyncio.run(scenario())
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from headrace.cli.download_progress import downloading_text
 from headrace.cli.progress_line import ProgressLine
@@ -26,11 +27,12 @@ async def show_prompts(models: Models, line: ProgressLine) -> None:
         handler.addFilter(line)
     try:
         while models.health() is None:
-            statuses = [await session.status() for _, session in models.loaded()]
+            statuses = []
+            for _, session in models.loaded():
+                with suppress(HeadraceError):  # the server tells why it is gone
+                    statuses.append(await session.status())
             line.show(progress.text([each for status in statuses for each in status.requests], time.monotonic()))
             await asyncio.sleep(_PERIOD_S)
-    except HeadraceError:
-        return  # the server's end tells why
     finally:
         line.clear()
         for handler in logging.getLogger().handlers:
