@@ -41,6 +41,10 @@ def test_help_names_every_command() -> None:
     assert all(usage in said for usage in COMMANDS)
 
 
+def test_an_unknown_command_is_told_apart_from_the_advice() -> None:
+    assert run(ChatState(), "/xyzzy") == ["there is no command /xyzzy; /help lists them"]
+
+
 def test_settings_go_into_the_request_and_back_to_the_models() -> None:
     state = ChatState()
     run(state, "/set temperature 0.5", "/set top_k 3", "/set max_tokens 7", "/set thinking off", "/system Be brief.")

@@ -235,7 +235,7 @@ class ChatCommands:
             (state.save if name == "/save" else state.load)(path)
             self._say(f"{len(state.messages)} messages {'saved' if name == '/save' else 'loaded'}")
         else:
-            raise ConfigError(f"{with_suggestion(f'there is no command {name}', name, NAMES)} /help lists them")
+            raise ConfigError(f"{with_suggestion(f'there is no command {name}', name, NAMES)}; /help lists them")
 
     def _words(self, text: str, usage: str, number: int) -> Sequence[str]:
         words = shlex.split(text)
