@@ -239,6 +239,14 @@ class ServerConfig:
     )
     verbose: bool = knob(False, "print at start-up how each part of the model runs, as `headrace doctor MODEL` does")
 
+    @property
+    def takes_any_name(self) -> bool:
+        return self.any_model_name or self.strict_model_name is False
+
+    @property
+    def needs_name(self) -> bool:
+        return bool(self.strict_model_name)
+
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:

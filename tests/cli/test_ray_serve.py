@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from fakes import FakeEngine, fake_session
 
 from headrace.cli.commands import find_command
+from headrace.cli.configured import models_of_session
 from headrace.cli.ray_serve import run
 from headrace.config import Config, ReplicasConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidRequest
 
 
 def parsed(*words: str) -> Config:
@@ -41,3 +43,18 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'headrace\[ray\]'"):
         run(Config())
+
+
+@pytest.mark.parametrize(("flags", "needs"), [((), False), (("--strict-model-name",), True)])
+def test_a_replica_needs_a_models_name_as_its_flags_say(flags: tuple[str, ...], needs: bool) -> None:
+    models = models_of_session(parsed("ray", "serve", *flags), fake_session(FakeEngine()))
+    if needs:
+        with pytest.raises(InvalidRequest, match="model is missing"):
+            models.resolve(None)
+    else:
+        assert models.resolve(None).name == "fake-model"
+
+
+def test_flags_for_names_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="contradict each other"):
+        run(parsed("ray", "serve", "--strict-model-name", "--any-model-name"))

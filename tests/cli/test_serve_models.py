@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes import FakeProcess
 
-from headrace.cli.serve_models import load_first, served_models
+from headrace.cli.serve_models import load_first, planned_models
 from headrace.cli.serve_plan import read_plan
 from headrace.engine.remote import EngineProcess
 from headrace.errors import ConfigError, ModelError
@@ -17,7 +17,7 @@ from headrace.types.model_status import ModelState
 
 def refused(*words: str) -> str:
     with pytest.raises(ConfigError) as error:
-        served_models(read_plan([*words, "--gpu-memory-utilization", "0.3"], {}), FakeProcess())
+        planned_models(read_plan([*words, "--gpu-memory-utilization", "0.3"], {}), FakeProcess())
     return error.value.message
 
 
@@ -50,7 +50,7 @@ def test_a_kept_model_exists() -> None:
 def test_a_model_whose_files_cannot_be_fetched_at_the_start_has_failed(tmp_path: Path) -> None:
     plan = read_plan([str(tmp_path / "nowhere"), "miniature-draft", "--gpu-memory-utilization", "0.3"], {})
     with closing(EngineProcess()) as process:
-        models = served_models(plan, process)
+        models = planned_models(plan, process)
         load_first(models, plan)
         states = {entry.state: entry.reason for entry in models.entries}
         assert states == {ModelState.FAILED: f"there is no folder {tmp_path / 'nowhere'}", ModelState.LOADED: None}
@@ -59,7 +59,7 @@ def test_a_model_whose_files_cannot_be_fetched_at_the_start_has_failed(tmp_path:
 
 def test_a_server_whose_models_all_do_not_fit_does_not_start() -> None:
     plan = read_plan(["miniature", "--keep", "miniature", "--keep", "miniature-draft", "miniature-draft"], {})
-    models = served_models(plan, FakeProcess())
+    models = planned_models(plan, FakeProcess())
     models.total_bytes = 10**6
     with pytest.raises(ModelError, match=r"no model can be loaded; .* it needs about 0.0\d GB, and there are 0.00 GB"):
         load_first(models, plan)

@@ -125,7 +125,7 @@ def test_names_aliases_and_what_is_loaded_at_the_start(tmp_path: Path) -> None:
     assert (small.names, small.config.model, small.starts) == (("little", "gpt-4o"), "miniature", False)
     assert (large.names, large.config.model, large.is_kept, large.starts) == (("org/large",), "org/large", True, True)
     assert (third.names, third.config.model, third.is_kept, third.starts) == ((), "third", False, True)
-    assert plan.takes_any_name
+    assert plan.config.server.takes_any_name
 
 
 @pytest.mark.parametrize(
@@ -194,5 +194,5 @@ def test_which_names_are_served(
     words: list[str], takes_any: bool, needs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = read_plan(words, {})
-    assert (plan.takes_any_name, plan.needs_name) == (takes_any, needs)
+    assert (plan.config.server.takes_any_name, plan.config.server.needs_name) == (takes_any, needs)
     assert ("goes away" in caplog.text) == any("strict" in word for word in words)

@@ -21,7 +21,7 @@ from mlx_lm.utils import load_model
 from models.adapter_folders import write_mlx_lm
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.cli.serve_models import served_models
+from headrace.cli.serve_models import planned_models
 from headrace.cli.serve_plan import ServePlan, read_plan
 from headrace.config import ServerConfig
 from headrace.engine.remote import EngineProcess
@@ -56,7 +56,7 @@ def plan_of(*words: str) -> ServePlan:
 
 @asynccontextmanager
 async def served(plan: ServePlan) -> AsyncIterator[tuple[Models, openai.AsyncOpenAI]]:
-    models = served_models(plan, _process())
+    models = planned_models(plan, _process())
     try:
         async with (
             serving(models, replace(ServerConfig(), ping_interval_s=0.05)) as url,

@@ -86,10 +86,15 @@ def configured_session(config: Config, engine: Engine, text: TextPipeline | None
     )
 
 
-def served_models(config: Config, session: AnySession) -> Models:
+def models_of_session(config: Config, session: AnySession) -> Models:
     server = config.server
-    takes_any_name = server.any_model_name or server.strict_model_name is False
-    return Models.of(session, server.served_model_name, spec=config.model, takes_any_name=takes_any_name)
+    return Models.of(
+        session,
+        server.served_model_name,
+        spec=config.model,
+        takes_any_name=server.takes_any_name,
+        needs_name=server.needs_name,
+    )
 
 
 def no_chat_model(config: Config) -> ModelError:

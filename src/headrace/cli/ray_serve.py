@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
-from headrace.cli.configured import served_models
+from headrace.cli.configured import models_of_session
 from headrace.cli.serve_models import load_session
+from headrace.cli.serve_plan import check_strict_name
 from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
 from headrace.engine.model_files import model_files
@@ -18,6 +19,7 @@ from headrace.server.run import base_url, open_listener
 
 def run(config: Config) -> None:
     """Serves by replicas until a signal comes. Raises ConfigError and ModelError."""
+    check_strict_name(config.server)
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed: `pip install 'headrace[ray]'` adds it")
     from headrace.replicas.deploy import serve_replicas
@@ -42,4 +44,4 @@ def load(config: Config) -> LoadedReplica:
         session.stop()
         process.close()
 
-    return LoadedReplica(served_models(config, session), stop)
+    return LoadedReplica(models_of_session(config, session), stop)

@@ -16,7 +16,7 @@ from typing import Any
 from headrace.backend.doctor import compiler
 from headrace.cli.progress import show_prompts
 from headrace.cli.progress_line import ProgressLine
-from headrace.cli.serve_models import load_first, served_models
+from headrace.cli.serve_models import load_first, planned_models
 from headrace.cli.serve_plan import ServePlan
 from headrace.config import Config, ServerConfig
 from headrace.config_loading import warn_of_unknown_variables
@@ -147,7 +147,7 @@ def run(plan: ServePlan, process: EngineProcess) -> None:
     if os.getpid() == 1:
         # In a container: for process 1 the kernel ignores signals that have no handler.
         _end_on_sigterm()
-    models = served_models(plan, process)
+    models = planned_models(plan, process)
     with open_listener(config.server) as listener:
         try:
             load_first(models, plan)

@@ -30,7 +30,7 @@ from headrace.types.pooling import PoolingTask
 log = logging.getLogger(__name__)
 
 
-def served_models(plan: ServePlan, process: EngineProcess) -> Models:
+def planned_models(plan: ServePlan, process: EngineProcess) -> Models:
     """Nothing is loaded yet. Raises ConfigError for names that are not unique, and for unknown ones of --keep."""
     entries = [_entry(planned, process) for planned in plan.models]
     _check(entries, plan.config.server.keep)
@@ -42,7 +42,8 @@ def served_models(plan: ServePlan, process: EngineProcess) -> Models:
         if len(kinds) > 1:
             raise ConfigError("--numerics holds for the whole process: it must be the same for all models")
         total = process.device_memory(plan.config.engine.gpu_memory_utilization)
-    return Models(entries, total, takes_any_name=plan.takes_any_name, needs_name=plan.needs_name)
+    server = plan.config.server
+    return Models(entries, total, takes_any_name=server.takes_any_name, needs_name=server.needs_name)
 
 
 def _entry(planned: PlannedModel, process: EngineProcess) -> ModelEntry:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.config import DEFAULT_MODEL, SECTIONS, Config, served_knobs
+from headrace.config import DEFAULT_MODEL, SECTIONS, Config, ServerConfig, served_knobs
 from headrace.config_loading import Layer, build_config, environment_for, parse_served, with_suggestion
 from headrace.errors import ConfigError
 from headrace.knobs import ENVIRONMENT_PREFIX, Knob, knobs_of
@@ -44,15 +44,6 @@ class ServePlan:
     config: Config
     models: tuple[PlannedModel, ...]
 
-    @property
-    def takes_any_name(self) -> bool:
-        server = self.config.server
-        return server.any_model_name or server.strict_model_name is False
-
-    @property
-    def needs_name(self) -> bool:
-        return bool(self.config.server.strict_model_name)
-
 
 def read_plan(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> ServePlan:
     """Raises ConfigError that names the flag, the variable, or the file, model and key."""
@@ -62,7 +53,7 @@ def read_plan(arguments: Sequence[str], environ: Mapping[str, str] | None = None
     path = given.get("models_file") or environ.get(f"{ENVIRONMENT_PREFIX}MODELS_FILE")
     top, tables = _read_file(Path(path).expanduser()) if path else (Layer({}), {})
     config = build_config(DEFAULT_MODEL, (flags, top), environ)
-    _check_names(config)
+    check_strict_name(config.server)
     planned: dict[str, PlannedModel] = {}
     for name, table in tables.items():
         own = build_config(
@@ -112,8 +103,8 @@ def _knobs_of(table: Layer) -> Layer:
     return Layer({name: value for name, value in table.values.items() if name not in ("model", "keep")}, table.where)
 
 
-def _check_names(config: Config) -> None:
-    server = config.server
+def check_strict_name(server: ServerConfig) -> None:
+    """Warn of --strict-model-name. Raises ConfigError if it contradicts --any-model-name."""
     if server.strict_model_name is None:
         return
     if server.strict_model_name and server.any_model_name:
