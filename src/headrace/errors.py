@@ -6,22 +6,22 @@ HeadraceError
 │   │   ├── UnsupportedField  400  a known field that is not supported
 │   │   ├── ContextTooLong    400  prompt and answer don't fit the context
 │   │   └── GrammarFailed     400  an answer's grammar can't continue
-│   ├── AuthenticationFailed  401
+│   ├── AuthenticationFailed  401  no key or a wrong one
 │   ├── OriginRefused         403  a browser page that was not allowed
 │   ├── HostRefused           403  a name that is not the server's own
-│   ├── NotFound              404  a request or a route
+│   ├── NotFound              404  a request, route, adapter, response item, page file …
 │   │   ├── ModelNotFound     404
-│   │   └── PreviousResponseNotFound 404
-│   ├── MethodNotAllowed      405
-│   ├── BodyTooSlow           408
-│   ├── BodyTooLarge          413
+│   │   └── PreviousResponseNotFound 404  a request continues a response that is not stored
+│   ├── MethodNotAllowed      405  the route exists
+│   ├── BodyTooSlow           408  the body did not arrive in time
+│   ├── BodyTooLarge          413  the body is over the limit
 │   ├── RequestCancelled      499  the request was cancelled by its id
-│   └── Overloaded            429  `retry_after_s`: when to retry
+│   └── Overloaded            429  the queue is full; `retry_after_s`: when to retry
 │       └── Draining          503  the server is shutting down and takes no new requests
-├── ModelUnavailable          503  a served model can't be loaded now
+├── ModelUnavailable          503  a served model can't be loaded now; says why
 ├── GenerationFailed          500  one request's work raised; the engine goes on
-├── EngineDead                503  the engine's thread is gone
-├── EngineHangs               503  the engines' process does not answer
+├── EngineDead                503  what would answer has ended: the engine, its replica, or the server
+├── EngineHangs               503  the engines' process does not answer; it may go on
 ├── HandoverBroken            502  another server's answer broke off after its beginning
 ├── ConfigError                    a flag or an environment value is wrong
 └── ModelError                     a model can't be loaded; says what is missing
@@ -53,21 +53,15 @@ def _restored(kind: type[HeadraceError], args: tuple[Any, ...]) -> HeadraceError
 
 
 class RequestError(HeadraceError):
-    """The request can't be served."""
-
     status = 400
     code: str | None = None
 
 
 class InvalidRequest(RequestError):
-    """A field has an invalid value."""
-
     code = "invalid_value"
 
 
 class UnsupportedField(InvalidRequest):
-    """A known field that is not supported."""
-
     code = "unsupported_parameter"
 
 
@@ -109,76 +103,54 @@ class GrammarFailed(InvalidRequest):
 
 
 class AuthenticationFailed(RequestError):
-    """No key or a wrong one."""
-
     status = 401
     code = "invalid_api_key"
 
 
 class OriginRefused(RequestError):
-    """A browser page from an origin that was not allowed."""
-
     status = 403
     code = "origin_refused"
 
 
 class HostRefused(RequestError):
-    """The request's host is not one of the server's names."""
-
     status = 403
     code = "host_refused"
 
 
 class NotFound(RequestError):
-    """No such request or route."""
-
     status = 404
     code = "not_found"
 
 
 class ModelNotFound(NotFound):
-    """No such model."""
-
     code = "model_not_found"
 
 
 class PreviousResponseNotFound(NotFound):
-    """A request continues a response that is not stored."""
-
     code = "previous_response_not_found"
 
 
 class MethodNotAllowed(RequestError):
-    """The route exists, the method does not."""
-
     status = 405
     code = "method_not_allowed"
 
 
 class BodyTooSlow(RequestError):
-    """The request's body did not arrive in time."""
-
     status = 408
     code = "request_timeout"
 
 
 class BodyTooLarge(RequestError):
-    """The request's body is over the limit."""
-
     status = 413
     code = "request_too_large"
 
 
 class RequestCancelled(RequestError):
-    """The request was cancelled by its id."""
-
     status = 499
     code = "request_cancelled"
 
 
 class Overloaded(RequestError):
-    """The queue is full."""
-
     status = 429
     code = "overloaded"
 
@@ -188,15 +160,11 @@ class Overloaded(RequestError):
 
 
 class Draining(Overloaded):
-    """The server is shutting down: it finishes requests, but takes no new ones."""
-
     status = 503
     code = "draining"
 
 
 class ModelUnavailable(HeadraceError):
-    """A served model can't be loaded now; the message says why."""
-
     status = 503
     code = "model_unavailable"
 
@@ -208,22 +176,16 @@ class GenerationFailed(HeadraceError):
 
 
 class EngineDead(HeadraceError):
-    """The engine's thread ended; only a restart helps."""
-
     status = 503
     code = "engine_dead"
 
 
 class EngineHangs(HeadraceError):
-    """The engines' process does not answer; it may go on."""
-
     status = 503
     code = "engine_hangs"
 
 
 class HandoverBroken(HeadraceError):
-    """Another server's answer broke off after its first part had been passed on."""
-
     status = 502
     code = "handover_broken"
 

@@ -23,7 +23,7 @@ from headrace.types.chat import ChatMessage, ChatRequest, Structure, TextPart
 def test_no_more_calls_run_at_once_than_there_are_threads_and_no_more_wait_than_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(concurrency, "MAX_WAITING", 3)
+    monkeypatch.setattr(concurrency, "MAX_CALLS", 3)
     go_on, running, most = threading.Event(), [0], [0]
 
     def call(number: int) -> int:
@@ -53,7 +53,7 @@ def test_no_more_calls_run_at_once_than_there_are_threads_and_no_more_wait_than_
 
 
 def test_a_gate_without_a_refusal_lets_any_number_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrency, "MAX_WAITING", 1)
+    monkeypatch.setattr(concurrency, "MAX_CALLS", 1)
 
     async def ask() -> list[int]:
         executor = BoundedExecutor(1, "test")

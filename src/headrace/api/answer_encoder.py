@@ -49,11 +49,11 @@ class AnswerEncoder(Protocol):
     def failure(self, error: HeadraceError) -> bytes: ...
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """The answer as one object; `events` are all events of the session."""
+        """The answer as one object; `events` are all events of the request."""
 
 
 def approximations(usage: Usage) -> dict[str, Any]:
-    """Fields of the token details: what was not computed exactly. Quantised keys and values, and sparse prefill."""
+    """Fields of the usage: what was not computed exactly. Quantised keys and values, and sparse prefill."""
     details: dict[str, Any] = {} if usage.kv_bits is None else {"kv_bits": usage.kv_bits}
     if usage.sparse is None:
         return details

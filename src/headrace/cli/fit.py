@@ -36,7 +36,7 @@ class Fit:
         return self.held_bytes < self.usable_bytes and self.missing_bytes < self.free_disk_bytes
 
     def lines(self) -> Iterator[str]:
-        """For a model that does not fit, with what to do."""
+        """Whether it fits, the context and requests that there is room for, and what to do if it does not fit."""
         weights = f"{gb(self.weights_bytes)} of weights"
         if self.held_bytes != self.weights_bytes:
             weights += (

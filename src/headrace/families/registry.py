@@ -219,7 +219,6 @@ def explain(family: ModelFamily) -> list[str]:
     for start_marker, end_marker in family.think_variants:
         lines.append(f"  thinking also: {start_marker!r} to {end_marker!r}{_because(family, 'think_variants')}")
     lines.append(f"  tool calls: {family.tool_format or 'text, no syntax is known'}{_because(family, 'tool_format')}")
-    lines.append("  roles alternate: probed in the chat template")
     lines.append(f"  one system message: {_answer(family.single_system)}{_because(family, 'single_system')}")
     for start_marker, end_marker in family.answer_frames:
         lines.append(f"  answer: {start_marker!r} to {end_marker!r}{_because(family, 'answer_frames')}")

@@ -89,7 +89,7 @@ _LIMITS = {
 
 @cache
 def _sandbox() -> Sandbox:
-    """One per server process, which has one model: a helper is large."""
+    """One for all models of the process: a helper is large."""
     return Sandbox(num_processes=NUM_PROCESSES, max_bytes=MAX_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, /v1/completions and /v1/messages: one flow for all generating routes."""
+"""POST /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages: one flow for all generating routes."""
 
 from __future__ import annotations
 

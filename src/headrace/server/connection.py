@@ -60,7 +60,7 @@ class EventStream(Response):
     first piece.
     ping: makes the keep-alive that is sent after `ping_interval_s` seconds without output.
     on_disconnect: called when the client disconnects before the end.
-    failure: makes the event for an error that ends the stream; a shutdown cancels it.
+    failure: makes the event for an error that ends the stream, a shutdown among them.
     sends_head_first: send the headers at once; otherwise with the first bytes, and an error before them is raised.
     """
 

@@ -18,7 +18,7 @@ class Drain:
     def refuses(self, method: str, path: str) -> bool:
         """Whether a request would be new work.
 
-        GET requests, cancelling, and rendering Markdown for the page are served to the end.
+        All methods but POST are served to the end, and so are cancelling and rendering Markdown for the page.
         """
         return self.has_begun and method == "POST" and not path.endswith(("/cancel", "/markdown"))
 

@@ -93,13 +93,13 @@ def _is_address(name: str) -> bool:
 
 log = logging.getLogger("headrace.server")
 
-# Supervisors' probes carry no key, and health reveals nothing.
+# Supervisors' probes carry no key, and health reveals nothing. The page asks for the key itself.
 _OPEN_PATHS = frozenset({"/health", "/"})
 
 _METRICS_PATHS = frozenset({"/metrics", "/v1/loads"})
 
 _PAGE_FILES = "/page/"
-"""Below it and at / are the page's static files: the same for all, and the page asks for the key itself."""
+"""Below it and at / are the page's static files, which are the same for all."""
 
 _POLLED_PATHS = frozenset({"/", "/health", "/metrics", "/v1/loads", "/v1/markdown", "/v1/status", "/v1/status/stream"})
 """Supervisors, dashboards and the page ask for them every few seconds."""

@@ -1,4 +1,4 @@
-"""GET /v1/models, /props and /version."""
+"""GET /v1/models, /props and /version, and the routes that load and unload a model."""
 
 from __future__ import annotations
 

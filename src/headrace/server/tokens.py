@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, and /v1/messages/count_tokens."""
+"""POST /tokenize, /detokenize and /v1/messages/count_tokens, and GET /tokenizer_info."""
 
 from __future__ import annotations
 

@@ -86,20 +86,21 @@ async def submit_all(
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
-MAX_WAITING = 128
+MAX_CALLS = 128
+"""Waiting and running ones."""
 
 
 class BoundedExecutor:
     """Runs a limited number of calls at once, in its own threads. Belongs to one event loop.
 
-    name: of the threads. refusal: message for calls beyond MAX_WAITING; None to let any number wait.
+    name: of the threads. refusal: message for calls beyond MAX_CALLS; None to let any number wait.
     """
 
     def __init__(self, num_threads: int, name: str, refusal: str | None = None) -> None:
         self._free = asyncio.Semaphore(num_threads)
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._refusal = refusal
-        self._num_waiting = 0
+        self._num_calls = 0
         self._started: set[asyncio.Task[Any]] = set()
 
     async def run(
@@ -108,16 +109,16 @@ class BoundedExecutor:
         """The function's result, or what `unless` gives once a thread is free. Raises Overloaded."""
         if self._refusal is not None and self._is_full:
             raise Overloaded(self._refusal, retry_after_s=10)
-        self._num_waiting += 1
+        self._num_calls += 1
         try:
             async with self._free:
                 known = unless()
                 return await run_in_pool(self._threads, function, *args) if known is None else known
         finally:
-            self._num_waiting -= 1
+            self._num_calls -= 1
 
     def start_in_background(self, function: Callable[..., object], *args: object) -> bool:
-        """Run a function in the background. Returns False if too many are waiting."""
+        """Run a function in the background. Returns False if there are too many calls."""
         if self._is_full:
             return False
         task = asyncio.create_task(self.run(function, *args))
@@ -131,7 +132,7 @@ class BoundedExecutor:
 
     @property
     def _is_full(self) -> bool:
-        return self._num_waiting >= MAX_WAITING
+        return self._num_calls >= MAX_CALLS
 
 
 _SHORT_TEXT = 32 * 1024

@@ -1,1 +1,1 @@
-"""Values that cross a border between rooms: frozen dataclasses without behaviour, standard library only."""
+"""Values that cross a border between rooms: dataclasses that know only their own fields, standard library only."""

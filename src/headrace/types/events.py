@@ -1,4 +1,4 @@
-"""Output: token ids from the engine, events from a session.
+"""Output: token ids from the engine, events of a request from its session.
 
 What is made for each row of each step is not frozen: a frozen dataclass takes four times as long to make.
 """
@@ -145,7 +145,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompts are rendered and queued; the first event of every session but for a Forecast. Token counts cover all
+    """The prompts are rendered and queued; the first event of every request but for a Forecast. Token counts cover all
     prompts.
 
     usage_so_far: counts at the time of the call, for answers that end without a Finished.
@@ -271,7 +271,7 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a choice; that of the last choice ends every successful session.
+    """The last event of a choice; that of the last choice ends every successful request.
 
     usage: of the request so far, so the last one has all of it.
     logprobs: of tokens that no earlier event covers: a stop string, the end of a call, the stop token.

@@ -345,7 +345,9 @@ class EngineStatus:
     """
 
     num_running: Annotated[int, Metric("vllm:num_requests_running", "Running requests.", "gauge")]
-    num_waiting: Annotated[int, Metric("vllm:num_requests_waiting", "Requests that are queued.", "gauge")]
+    num_waiting: Annotated[
+        int, Metric("vllm:num_requests_waiting", "Queued requests and preempted sequences.", "gauge")
+    ]
     requests: tuple[RequestStatus, ...]
     memory: MemoryStatus
     counters: Counters
