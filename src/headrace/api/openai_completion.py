@@ -86,8 +86,8 @@ def read_completion(body: JsonBody, model: ModelTraits) -> Call[CompletionReques
 def read_texts_or_ids(value: object, field: str, most: int, *, allows_empty: bool = True) -> tuple[TextOrIds, ...]:
     """A text, a list of texts, token ids, or a list of lists of ids, `most` in all. Raises InvalidRequest.
 
-    The first element decides which: a pydantic union would report an error for each token. allows_empty: whether texts may
-    be empty.
+    The first element decides which: a pydantic union would report an error for each token. allows_empty: whether
+    texts may be empty.
     """
     if value is None:
         raise InvalidRequest(f"{field} is missing", param=field)
