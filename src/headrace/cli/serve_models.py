@@ -21,11 +21,11 @@ from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.session.embeddings import AnySession
 from headrace.session.model_entry import ModelEntry, ModelSource
 from headrace.session.models import Models
+from headrace.session.outline import pooling_outline, text_outline
 from headrace.session.text_pipeline import load_text_pipeline
 from headrace.types.memory import MemoryShare
 from headrace.types.model import ModelOutline
 from headrace.types.model_status import ModelState
-from headrace.types.pooling import PoolingTask
 
 log = logging.getLogger(__name__)
 
@@ -134,19 +134,10 @@ def _outline(config: Config) -> ModelOutline:
         if (files := local_files(config)) is None:
             return ModelOutline()
         if files.recipe is not None:
-            is_ranker = files.recipe.traits.task is PoolingTask.SCORE
-            return ModelOutline(files.context_length, ("rerank",) if is_ranker else ("embedding", "rerank"))
+            return pooling_outline(files.recipe.traits.task, files.context_length)
         text = load_text_pipeline(files.directory, files.model_type, tool_format=config.models.tool_format)
     except HeadraceError:
         return ModelOutline()
-    has_chats = text.template.exists
-    able = {
-        "chat": has_chats,
-        "completion": True,
-        "tools": has_chats and text.family.tool_format is not None,
-        "thinking": text.family.think_close is not None,
-    }
     lengths = [each for each in (config.engine.max_model_len, files.context_length) if each is not None]
     sees = config.models.vision != "off" and bool(files.config.get("vision_config"))
-    inputs = ("text", "image", "video") if sees else ("text",)
-    return ModelOutline(min(lengths, default=None), tuple(name for name, is_able in able.items() if is_able), inputs)
+    return text_outline(text.family, min(lengths, default=None), has_chats=text.template.exists, sees=sees)

@@ -13,6 +13,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import GenerationFailed, InvalidRequest
 from headrace.session.concurrency import submit_all
 from headrace.session.model_session import ModelSession
+from headrace.session.outline import pooling_outline
 from headrace.session.pooling_inputs import PoolingInputs, TokenizedInput
 from headrace.session.prompts import generation_ids
 from headrace.session.session import Session
@@ -72,8 +73,7 @@ class EmbeddingSession(ModelSession):
 
     @property
     def outline(self) -> ModelOutline:
-        able = ("embedding", "rerank") if self.pooling.task is PoolingTask.EMBED else ("rerank",)
-        return ModelOutline(self.model.max_model_len, able)
+        return pooling_outline(self.pooling.task, self.model.max_model_len)
 
     async def tokenize_chat(self, request: ChatRequest) -> tuple[int, ...]:
         """Raises InvalidRequest: there are no chats."""

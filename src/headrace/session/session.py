@@ -10,7 +10,7 @@ The engine sees token ids only and the APIs see events only; everything between 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from headrace.session.idle import FinishedTurn, IdleTurns
 from headrace.session.logprobs import LogprobDecoder
 from headrace.session.media import MediaReader, find_media_processor
 from headrace.session.model_session import ModelSession
+from headrace.session.outline import text_outline
 from headrace.session.output_processor import PromptOutputProcessor, usage_of
 from headrace.session.prompts import CompletionPrompts, RequestBuilder
 from headrace.session.settings import Defaults, default_options, explain_defaults, model_defaults
@@ -132,15 +133,8 @@ class Session(ModelSession):
 
     @property
     def outline(self) -> ModelOutline:
-        able = {
-            "chat": self.takes_chats,
-            "completion": True,
-            "tools": self.takes_tools,
-            "thinking": self.traits.thinks,
-        }
         sees = self._media is not None
-        inputs = {"text": True, "image": sees, "video": sees}
-        return ModelOutline(self.model.max_model_len, _names_of(able), _names_of(inputs))
+        return text_outline(self._family, self.model.max_model_len, has_chats=self.takes_chats, sees=sees)
 
     @property
     def traits(self) -> ModelTraits:
@@ -282,7 +276,3 @@ class Session(ModelSession):
         self._builder.check(request)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         return await self._text_executor.run(texts, self._completions.make, request)
-
-
-def _names_of(flags: Mapping[str, bool]) -> tuple[str, ...]:
-    return tuple(name for name, is_set in flags.items() if is_set)
