@@ -11,13 +11,13 @@ from headrace.types.model import ModelOutline
 from headrace.types.model_status import ModelState
 
 MODELS = {
-    "small": ListedModel("small", ModelState.LOADED, None, ModelOutline(100, ("chat",), ("text", "image"))),
-    "org/Small-1B": ListedModel("org/Small-1B", ModelState.FAILED, "no weights", ModelOutline()),
+    "small": ListedModel("small", None, ModelState.LOADED, None, ModelOutline(100, ("chat",), ("text", "image"))),
+    "org/Small-1B": ListedModel("small", "small", ModelState.FAILED, "no weights", ModelOutline()),
 }
 
 
 def test_the_list_has_every_served_name() -> None:
-    listed = model_list(MODELS, 5, "headrace", {"org/Small-1B": "small"})
+    listed = model_list(MODELS, 5, "headrace")
     assert [Model.model_validate(each).id for each in listed["data"]] == list(MODELS)
     assert listed["object"] == "list"
     assert [each["max_model_len"] for each in listed["data"]] == [100, None]
@@ -28,6 +28,6 @@ def test_the_list_has_every_served_name() -> None:
 
 
 def test_one_model_is_found_by_its_name_only() -> None:
-    assert one_model("org/Small-1B", MODELS, 5, "headrace", {})["id"] == "org/Small-1B"
+    assert one_model("org/Small-1B", MODELS, 5, "headrace")["id"] == "org/Small-1B"
     with pytest.raises(ModelNotFound, match="small, org/Small-1B"):
-        one_model("gpt-9", MODELS, 5, "headrace", {})
+        one_model("gpt-9", MODELS, 5, "headrace")

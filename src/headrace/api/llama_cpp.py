@@ -71,19 +71,13 @@ def props_body(
 ) -> dict[str, Any]:
     """special_tokens: texts by name (`bos_token`, ...). alias: the first served name."""
     return {
-        "default_generation_settings": {"n_ctx": model.max_model_len, "params": _default_params(defaults)},
+        **_props_of_any(model.max_model_len, _default_params(defaults), alias, version, sees=model.takes_media),
         "total_slots": max_num_seqs,
-        "model_alias": alias,
         # llama.cpp's page shows the last part as the model's name; the hub's cache names folders by commits.
         "model_path": model.name,
-        "modalities": {"vision": model.takes_media, "audio": False},
-        "endpoint_slots": False,
-        "endpoint_props": False,
-        "endpoint_metrics": True,
         "chat_template": chat_template or "",
         "bos_token": special_tokens.get("bos_token", ""),
         "eos_token": special_tokens.get("eos_token", ""),
-        "build_info": f"headrace {version}",
         "is_sleeping": False,
     }
 
@@ -91,19 +85,23 @@ def props_body(
 def sleeping_props(outline: ModelOutline, *, alias: str, version: str) -> dict[str, Any]:
     """The same of a model that is not loaded, as far as it is known."""
     return {
-        "default_generation_settings": {"n_ctx": outline.max_model_len or 0, "params": {}},
+        **_props_of_any(outline.max_model_len or 0, {}, alias, version, sees="image" in outline.inputs),
         "total_slots": 0,
-        "model_alias": alias,
         "model_path": alias,
-        "modalities": {"vision": "image" in outline.inputs, "audio": False},
+        **dict.fromkeys(("chat_template", "bos_token", "eos_token"), ""),
+        "is_sleeping": True,
+    }
+
+
+def _props_of_any(context: int, params: dict[str, Any], alias: str, version: str, *, sees: bool) -> dict[str, Any]:
+    return {
+        "default_generation_settings": {"n_ctx": context, "params": params},
+        "model_alias": alias,
+        "modalities": {"vision": sees, "audio": False},
         "endpoint_slots": False,
         "endpoint_props": False,
         "endpoint_metrics": True,
-        "chat_template": "",
-        "bos_token": "",
-        "eos_token": "",
         "build_info": f"headrace {version}",
-        "is_sleeping": True,
     }
 
 

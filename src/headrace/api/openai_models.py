@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
+from headrace.api.ids import new_id
 from headrace.api.json_body import JsonBody, StrictBody, check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_chat import PromptBody, chat_prompt
 from headrace.api.openai_completion import read_token_ids
@@ -19,39 +19,35 @@ from headrace.types.model_status import ModelState
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A name that is served. root: the main name of its model."""
+    """A name that is served. root: the main name of its model. parent: the same if it is an adapter's name."""
 
     root: str
+    parent: str | None
     state: ModelState
     reason: str | None
     outline: ModelOutline
 
 
-def model_list(
-    models: Mapping[str, ListedModel], created: int, owned_by: str, parents: Mapping[str, str]
-) -> dict[str, Any]:
-    """parents: the model's name by its adapters'."""
-    data = [_model(name, created, each, owned_by, parents.get(name)) for name, each in models.items()]
+def model_list(models: Mapping[str, ListedModel], created: int, owned_by: str) -> dict[str, Any]:
+    data = [_model(name, created, each, owned_by) for name, each in models.items()]
     return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
 
 
-def one_model(
-    asked: str, models: Mapping[str, ListedModel], created: int, owned_by: str, parents: Mapping[str, str]
-) -> dict[str, Any]:
+def one_model(asked: str, models: Mapping[str, ListedModel], created: int, owned_by: str) -> dict[str, Any]:
     """One served name. Raises ModelNotFound."""
     if asked not in models:
         raise ModelNotFound(f"The model `{asked}` does not exist; served: {', '.join(models)}", param="model")
-    return _model(asked, created, models[asked], owned_by, parents.get(asked))
+    return _model(asked, created, models[asked], owned_by)
 
 
-def _model(name: str, created: int, model: ListedModel, owned_by: str, parent: str | None) -> dict[str, Any]:
+def _model(name: str, created: int, model: ListedModel, owned_by: str) -> dict[str, Any]:
     context = model.outline.max_model_len
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": owned_by,
-        "parent": parent,
+        "parent": model.parent,
         "root": model.root,
         "max_model_len": context,
         "type": "model",
@@ -123,7 +119,7 @@ def read_tokenize(body: JsonBody) -> TokenizeCall:
     if chat.add_special_tokens:
         message = "add_special_tokens is not supported with messages: the chat template writes them"
         raise UnsupportedField(message, param="add_special_tokens")
-    request = chat_prompt(chat, f"tokenize-{secrets.token_hex(8)}")
+    request = chat_prompt(chat, new_id("tokenize-", 8))
     return TokenizeCall(request, False, chat.model, ignored_names(unknown_fields(chat)))
 
 

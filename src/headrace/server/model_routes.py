@@ -20,11 +20,11 @@ def model_routes(served: Models, config: ServerConfig) -> list[Route]:
     created = int(time.time())
 
     async def models(request: Request) -> Response:
-        return JSONResponse(model_list(_listed(served), created, config.owned_by, _parents(served)))
+        return JSONResponse(model_list(_listed(served), created, config.owned_by))
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        return JSONResponse(one_model(name, _listed(served), created, config.owned_by, _parents(served)))
+        return JSONResponse(one_model(name, _listed(served), created, config.owned_by))
 
     async def props(request: Request) -> Response:
         name = request.query_params.get("model")
@@ -49,12 +49,12 @@ def model_routes(served: Models, config: ServerConfig) -> list[Route]:
     async def load(request: Request) -> Response:
         entry = served.named(request.path_params["name"])
         await while_connected(request.receive, served.load(entry))
-        return JSONResponse(one_model(entry.name, _listed(served), created, config.owned_by, _parents(served)))
+        return JSONResponse(one_model(entry.name, _listed(served), created, config.owned_by))
 
     async def unload(request: Request) -> Response:
         entry = served.named(request.path_params["name"])
         await while_connected(request.receive, served.unload(entry))
-        return JSONResponse(one_model(entry.name, _listed(served), created, config.owned_by, _parents(served)))
+        return JSONResponse(one_model(entry.name, _listed(served), created, config.owned_by))
 
     return [
         Route("/v1/models", models),
@@ -69,12 +69,8 @@ def model_routes(served: Models, config: ServerConfig) -> list[Route]:
 
 def _listed(models: Models) -> dict[str, ListedModel]:
     return {
-        name: ListedModel(entry.name, entry.state, entry.reason, entry.outline)
+        name: ListedModel(entry.name, parent, entry.state, entry.reason, entry.outline)
         for entry in models.entries
-        for name in (*entry.names, *entry.adapters)
+        for names, parent in ((entry.names, None), (entry.adapters, entry.name))
+        for name in names
     }
-
-
-def _parents(models: Models) -> dict[str, str]:
-    """The main name of each adapter's model."""
-    return {name: entry.name for entry in models.entries for name in entry.adapters}
