@@ -150,8 +150,9 @@ def launch(client: str, url: str, key: str | None, home: Path) -> subprocess.Com
 
 def main() -> None:
     from headrace.cli.launch_server import ServerProbe
-    from headrace.clients.record import Endpoint, output_limit
+    from headrace.clients.record import Endpoint
     from headrace.clients.registry import CLIENTS
+    from headrace.session.settings import output_limit
 
     parser = argparse.ArgumentParser()
     parser.add_argument("clients", nargs="+", choices=CLIENTS)

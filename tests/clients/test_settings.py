@@ -14,9 +14,10 @@ import pytest
 import yaml
 from clients.recording import FOLDER, ONE_SHOT, SERVER, TEMPORARY
 
-from headrace.clients.record import Client, Endpoint, Settings, output_limit
+from headrace.clients.record import Client, Endpoint, Settings
 from headrace.clients.registry import CLIENTS
 from headrace.clients.text import client_json, command_line, settings_text
+from headrace.session.settings import output_limit
 
 ROOT = Path(__file__).parents[2]
 ODD = Endpoint("https://host:8443/a b", 'org/my "odd" \\ model\'s $name', 50_001, 5_001, "key'\"\\ 1")

@@ -73,7 +73,7 @@ def test_a_generation_config_that_makes_no_sense_is_the_models_fault(config: dic
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 100), (7, 7), (100, 100), (128_000, 100)])
 def test_max_tokens_is_cut_to_the_room_that_the_context_leaves(asked: int | None, given: int) -> None:
-    assert fit_max_tokens(900, asked, 1000) == given
+    assert fit_max_tokens(900, asked, 1000, "messages") == given
 
 
 def test_the_models_penalties_are_defaults_like_its_temperature() -> None:

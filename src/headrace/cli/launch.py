@@ -27,11 +27,12 @@ from headrace.cli.launch_server import (
     started_server,
     wait_until,
 )
-from headrace.clients.record import Client, Endpoint, output_limit
+from headrace.clients.record import Client, Endpoint
 from headrace.clients.text import settings_text
 from headrace.config import ServerConfig
 from headrace.config_loading import environment_for
 from headrace.errors import ConfigError
+from headrace.session.settings import output_limit
 from headrace.types.model_status import ModelState
 
 _TERMINATED = 128

@@ -5,14 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-_OUTPUT_LIMITS = (4096, 32768)
-
-
-def output_limit(context: int) -> int:
-    """Most tokens of one answer: a quarter of the context within these limits, and never more than half of it."""
-    low, high = _OUTPUT_LIMITS
-    return min(max(low, min(high, context // 4)), context // 2)
-
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:

@@ -15,11 +15,8 @@ from headrace.metrics.history import Seconds
 from headrace.types.events import TokenOutput
 from headrace.types.media import Route
 from headrace.types.recent import StepHistory
-from headrace.types.status import Counters, DraftCounters, Histogram
+from headrace.types.status import UNFINISHED, Counters, DraftCounters, Histogram
 from headrace.types.step import StepPlan
-
-UNFINISHED = ("abort", "error")
-"""Reasons of choices that did not finish."""
 
 # Seconds. Wide enough for a 135M model on a CPU and for an hour in the queue.
 _FIRST_TOKEN_BOUNDS = (

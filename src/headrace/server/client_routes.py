@@ -6,11 +6,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from headrace.clients.record import Endpoint, output_limit
+from headrace.clients.record import Endpoint
 from headrace.clients.registry import CLIENTS
 from headrace.clients.text import client_json
 from headrace.config import ServerConfig
 from headrace.session.models import Models
+from headrace.session.settings import output_limit
 
 _UNKNOWN_CONTEXT = 4096
 """Of a model that has not been loaded yet and whose files are not here."""

@@ -148,12 +148,7 @@ class ChatPrompts:
 
 
 def _texts(request: ChatRequest) -> list[str]:
-    parts = (part for message in request.messages for part in message.content)
-    return [
-        *(part.text for part in parts if isinstance(part, TextPart)),
-        *(message.reasoning or "" for message in request.messages),
-        *(call.arguments for message in request.messages for call in message.tool_calls),
-    ]
+    return [text for message in request.messages for text in message.texts]
 
 
 def _lasting_texts(request: ChatRequest, think_close: str | None) -> list[str]:

@@ -141,7 +141,12 @@ def automatic_max_tokens(max_model_len: int) -> int:
     return min(max(max_model_len // 4, low), high)
 
 
-def fit_max_tokens(num_prompt_tokens: int, requested: int | None, max_model_len: int, param: str = "messages") -> int:
+def output_limit(context: int) -> int:
+    """The limit of an answer for clients that send one: as without any, but never more than half of the context."""
+    return min(automatic_max_tokens(context), context // 2)
+
+
+def fit_max_tokens(num_prompt_tokens: int, requested: int | None, max_model_len: int, param: str) -> int:
     """Output tokens of the answer: as requested, at most what the context leaves.
 
     Clients routinely request far more than the context, so that is no error. A prompt that leaves no room raises

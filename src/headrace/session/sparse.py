@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.text.normalise import num_leading_system
 from headrace.types.chat import ChatMessage, ChatRequest, GenerationOptions
 from headrace.types.request import Boundary, BoundaryKind, Bypass, SparseOptions
 
@@ -44,7 +45,7 @@ def chat_sparse_options(
 
 def _system_end(messages: Sequence[ChatMessage], boundaries: Sequence[Boundary]) -> int | None:
     """Tokens up to the end of the system prompt; None if the conversation has one that can't be located."""
-    num_leading = next((index for index, each in enumerate(messages) if each.role != "system"), len(messages))
+    num_leading = num_leading_system(messages)
     if any(each.role == "system" for each in messages[num_leading:]):
         return None
     if not num_leading:

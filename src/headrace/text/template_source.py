@@ -20,7 +20,7 @@ from headrace.text.template_environment import compiled
 from headrace.text.template_probe import probe_template
 from headrace.text.tool_turns import with_results_joined
 from headrace.text.written_numbers import as_written
-from headrace.types.chat import ChatMessage, TextPart
+from headrace.types.chat import ChatMessage
 
 _MAX_CHARS = 16_000_000
 """Of all messages that are cached in the template's form."""
@@ -163,9 +163,7 @@ class RequestRenderer:
 
 
 def _num_chars(message: ChatMessage) -> int:
-    texts = [part.text for part in message.content if isinstance(part, TextPart)]
-    texts += [message.reasoning or "", *(call.arguments for call in message.tool_calls)]
-    return sum(map(len, texts)) + _MESSAGE_CHARS
+    return sum(map(len, message.texts)) + _MESSAGE_CHARS
 
 
 def _with_edges(fields: Mapping[str, Any]) -> dict[str, str]:

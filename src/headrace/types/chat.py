@@ -101,6 +101,12 @@ class ChatMessage:
     param: str = field(default="messages", compare=False)
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        """All that it says, thinks and calls; media have none."""
+        said = (part.text for part in self.content if isinstance(part, TextPart))
+        return (*said, self.reasoning or "", *(call.arguments for call in self.tool_calls))
+
+    @property
     def can_be_continued(self) -> bool:
         return self.role == "assistant" and not self.tool_calls and bool(self.content or self.reasoning)
 

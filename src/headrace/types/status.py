@@ -12,6 +12,9 @@ from headrace.types.metric import Metric
 from headrace.types.ranks import RanksStatus
 from headrace.types.recent import LookupStatus, StepHistory
 
+UNFINISHED = ("abort", "error")
+"""Reasons of choices that did not finish."""
+
 
 class Phase(StrEnum):
     """A request's state."""
@@ -154,7 +157,7 @@ class Counters:
             "vllm:request_success",
             "Choices that ended, by reason.",
             key="finished_reason",
-            keys=(*(reason.value for reason in FinishReason), "abort", "error"),
+            keys=(*(reason.value for reason in FinishReason), *UNFINISHED),
         ),
     ]
     drafts: DraftCounters
