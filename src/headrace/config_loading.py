@@ -46,15 +46,10 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def gpu_variables(number: int) -> dict[str, str]:
-    """The environment in which CUDA sees only one of the GPUs that it would see."""
+    """With them, set before its first use, CUDA sees only one of the GPUs that it would see."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(number)] if seen is None else seen.split(",")[number : number + 1]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
-
-
-def use_gpu(number: int) -> None:
-    """Before the first use of CUDA."""
-    os.environ.update(gpu_variables(number))
 
 
 def built_modules(mlx_version: str) -> Path:

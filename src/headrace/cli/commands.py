@@ -38,10 +38,6 @@ class Group:
     commands: Mapping[str, Command]
 
 
-def _parse_serve(words: Sequence[str]) -> Any:
-    return read_plan(words)
-
-
 def _parse_ray_serve(words: Sequence[str]) -> Any:
     return load_config(
         words,
@@ -166,7 +162,7 @@ _RAY = Group(
 )
 
 COMMANDS: Mapping[str, Command | Group] = {
-    "serve": Command("headrace.cli.serve_start", "serve models over HTTP", _parse_serve),
+    "serve": Command("headrace.cli.serve_start", "serve models over HTTP", read_plan),
     "chat": Command("headrace.cli.chat", "chat with a model in the terminal", _parse_chat),
     "status": Command("headrace.cli.status", "show what a server is doing, live", _parse_status),
     "launch": Command("headrace.cli.launch", "start an agent or another client, connected to a server", parse_launch),

@@ -11,7 +11,7 @@ import signal
 import sys
 from importlib import import_module
 
-from headrace.config_loading import set_up_libraries, use_gpu
+from headrace.config_loading import gpu_variables, set_up_libraries, set_variables
 from headrace.errors import EngineDead, HeadraceError
 from headrace.ranks.channel import Ranks
 from headrace.ranks.start import Invitation, read_invitation
@@ -27,7 +27,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0's to handle
     set_up_libraries()
     if invitation.layout.backend == "nccl":
-        use_gpu(invitation.layout.device(invitation.rank))
+        set_variables(gpu_variables(invitation.layout.device(invitation.rank)))
     try:
         return _run(invitation)
     except HeadraceError as error:

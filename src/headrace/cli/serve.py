@@ -48,7 +48,7 @@ def summary(config: Config, session: AnySession, device: DeviceStatus) -> tuple[
         first,
         f"context: {model.max_model_len} tokens, prompt and answer together",
         f"can do: {', '.join(_abilities(config, session))}",
-        f"missing: {'; '.join(_gaps(config, session, device.kind)) or 'nothing'}",
+        f"missing: {'; '.join(_gaps(session, device.kind)) or 'nothing'}",
     )
     return (*lines, *_handover(config.server))
 
@@ -87,7 +87,7 @@ def _pooling_abilities(session: EmbeddingSession) -> Iterator[str]:
         yield f"prompts {', '.join(session.pooling.prompts)}"
 
 
-def _gaps(config: Config, session: Session, device_kind: str) -> Iterator[str]:
+def _gaps(session: Session, device_kind: str) -> Iterator[str]:
     if not session.takes_chats:
         yield "a chat template, so chats are refused: this is a base model"
     elif (purpose := purpose_by_name(session.model.name)) is not None:

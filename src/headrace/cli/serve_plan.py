@@ -80,16 +80,12 @@ def read_plan(arguments: Sequence[str], environ: Mapping[str, str] | None = None
 
 
 def _plain(common: Config, spec: str, names: tuple[str, ...], *, starts: bool) -> PlannedModel:
-    return PlannedModel(names, _with_model(common, spec), is_kept=False, starts=starts)
+    return PlannedModel(names, replace(common, model=spec), is_kept=False, starts=starts)
 
 
 def _only(model: PlannedModel, config: Config) -> PlannedModel:
     names = config.server.served_model_name or model.names
     return PlannedModel(names, model.config, model.is_kept, starts=True)
-
-
-def _with_model(config: Config, spec: str) -> Config:
-    return replace(config, model=spec)
 
 
 def _for_models(layer: Layer) -> Layer:

@@ -13,22 +13,20 @@ from rich.console import Console
 from rich.live import Live
 
 from headrace.bench.plan import parse_url
+from headrace.cli.launch_server import address
 from headrace.cli.status_view import StatusView
-from headrace.config import ServerConfig
 from headrace.config_loading import load_config
 from headrace.errors import ConfigError
 
 _TIMEOUT_S = 10.0
 """An answer takes up to a step of the engine."""
 
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
 
 def run(given: argparse.Namespace) -> None:
     """Show the status once, or until Ctrl-C. Raises ConfigError if the server has none to show at first."""
     if given.url is None:
         server = load_config((), sections=("server",)).server
-        url, key = _own_url(server), given.api_key or server.api_key
+        url, key = address(server), given.api_key or server.api_key
     else:
         url, key = parse_url(given.url, "URL"), given.api_key
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -41,11 +39,6 @@ def run(given: argparse.Namespace) -> None:
             console.print(StatusView(body, url))
         else:
             _watch(lambda: read_status(http), StatusView(body, url), console, given.interval)
-
-
-def _own_url(server: ServerConfig) -> str:
-    host = _ANY_ADDRESS.get(server.host, server.host)
-    return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
 
 
 def _watch(read: Callable[[], Any], view: StatusView, console: Console, interval_s: float) -> None:

@@ -283,8 +283,11 @@ async def _pieces(answer: _Answer, started: Event | None) -> AsyncGenerator[byte
         if answer.offer is not None:
             try:
                 async with aclosing(answer.offer.pieces()) as pieces:
+                    is_first = True
                     async for piece in pieces:
-                        await answer.aclose()  # nothing will be generated here
+                        if is_first:
+                            await answer.aclose()  # nothing will be generated here
+                            is_first = False
                         yield piece
                 return
             except HandoverFailed:

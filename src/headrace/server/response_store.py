@@ -10,9 +10,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from headrace.api.responses_items import Item
 from headrace.errors import NotFound, PreviousResponseNotFound
-
-Item = Mapping[str, Any]
 
 MAX_RESPONSES = 4096
 

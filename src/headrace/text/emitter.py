@@ -64,18 +64,21 @@ class Emitter:
     """Collects the events of one answer.
 
     Stop strings end the answer's text before their first character. takes_calls: white space next to a call belongs to
-    it, so trailing white space is held back. stopped: a stop string was found.
+    it, so trailing white space is held back.
     """
 
     def __init__(self, stop_strings: tuple[str, ...], ids: CallIds, *, takes_calls: bool) -> None:
         self.num_calls = 0
-        self.stopped = False
         self._stop_filter = StopStringFilter(stop_strings)
         self._ids = ids
         self._takes_calls = takes_calls
         self._space = ""
         self._follows_call = False
         self._events: list[ParsedEvent] = []
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop_filter.stopped
 
     @property
     def stop_string(self) -> str | None:
@@ -88,7 +91,6 @@ class Emitter:
 
     def text(self, text: str) -> None:
         self._add_text(self._stop_filter.push(text))
-        self.stopped = self._stop_filter.found is not None
         if self.stopped:
             self._release_space()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 
-from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
 from headrace.tool_calls.fences import LineTracker, closes_quote
@@ -29,9 +28,7 @@ _ENDS = (*END_MARKERS, _START)
 class HarmonyOutput:
     """State of one answer."""
 
-    def __init__(
-        self, family: ModelFamily, reader: Reader, emitter: Emitter, calls: CallReader | None, *, thinking_open: bool
-    ) -> None:
+    def __init__(self, reader: Reader, emitter: Emitter, calls: CallReader | None, *, thinking_open: bool) -> None:
         self._reader = reader
         self._emitter = emitter
         self._calls = calls

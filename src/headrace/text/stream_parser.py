@@ -59,7 +59,7 @@ class StreamParser:
         self, family: ModelFamily, thinking_open: bool, guarantees: OutputGuarantees | None
     ) -> HarmonyOutput | PlainOutput:
         if family.call_syntax is not None and family.call_syntax.messages is not None:
-            return HarmonyOutput(family, self._reader, self._emitter, self._calls, thinking_open=thinking_open)
+            return HarmonyOutput(self._reader, self._emitter, self._calls, thinking_open=thinking_open)
         if guarantees is not None:
             return ConstrainedOutput(
                 family, self._reader, self._emitter, self._calls, guarantees, thinking_open=thinking_open

@@ -163,7 +163,7 @@ class Reader:
                 raise OutOfText
             yield
 
-    def take_until(self, literal: str, max_length: int = 256) -> Reading[str]:
+    def take_until(self, literal: str, max_length: int) -> Reading[str]:
         """Text up to a literal, which is skipped too. Raises as `find`."""
         end = yield from self.find((literal,), max_length)
         text, self.pos = self.text[self.pos : end], end + len(literal)
