@@ -14,7 +14,7 @@ from headrace.families.vision import QWEN2_VISION, QWEN3_VISION, PatchVision, Pi
 from headrace.media.patches import PreparedImage, PreparedVideo
 from headrace.media.prepare import MediaFiles, prepare
 from headrace.media.profile import VisionProfile
-from headrace.types.media import AS_MADE, MediaLimits, MediaOptions
+from headrace.types.media import DEFAULT_MEDIA_OPTIONS, MediaLimits, MediaOptions
 
 REFERENCE: Mapping[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "vision" / "qwen.json").read_text("utf-8")
@@ -91,7 +91,7 @@ def picture(pattern: str, size: Sequence[int], frame: int = 0, mode: str = "RGB"
 
 
 def prepare_image(
-    file: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
+    file: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = DEFAULT_MEDIA_OPTIONS
 ) -> PreparedImage:
     (image,) = prepare(MediaFiles("image", (file,), False, options, param), vision, limits)
     assert isinstance(image, PreparedImage)
@@ -99,7 +99,7 @@ def prepare_image(
 
 
 def prepare_video(
-    file: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = AS_MADE
+    file: bytes, vision: PatchVision, limits: MediaLimits, param: str, options: MediaOptions = DEFAULT_MEDIA_OPTIONS
 ) -> PreparedVideo:
     (video,) = prepare(MediaFiles("video", (file,), False, options, param), vision, limits)
     assert isinstance(video, PreparedVideo)

@@ -43,10 +43,10 @@ class MessagesAnswer:
         self._heading = heading
         self._num_blocks = 0
         self._open: str | None = None
-        self._thought = hashlib.sha256()
+        self._thinking_digest = hashlib.sha256()
 
     def pieces(self, event: Event) -> list[bytes]:
-        return [server_sent(data, data["type"]) for data in self._written(event)]
+        return [server_sent(data, data["type"]) for data in self._event_bodies(event)]
 
     def ping(self) -> bytes:
         return server_sent({"type": "ping"}, "ping")
@@ -61,13 +61,13 @@ class MessagesAnswer:
         """See AnswerEncoder. Raises ValueError if the answer has not finished."""
         message: dict[str, Any] = {}
         for event in events:
-            for data in self._written(event):
+            for data in self._event_bodies(event):
                 _fold(data, message)
         if message.get("stop_reason") is None:
             raise ValueError("the events of an answer end with Finished")
         return message
 
-    def _written(self, event: Event) -> Iterator[dict[str, Any]]:
+    def _event_bodies(self, event: Event) -> Iterator[dict[str, Any]]:
         match event:
             case Text():
                 if self._open != "text":
@@ -76,7 +76,7 @@ class MessagesAnswer:
             case Reasoning():
                 if self._open != "thinking":
                     yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
-                self._thought.update(event.text.encode())
+                self._thinking_digest.update(event.text.encode())
                 yield self._delta({"type": "thinking_delta", "thinking": event.text})
             case ToolArguments(_, text):
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
@@ -123,8 +123,8 @@ class MessagesAnswer:
     def _signature(self) -> str:
         """Identifies the thinking without proving anything: clients keep a thinking block only if it has a
         signature."""
-        thought, self._thought = self._thought, hashlib.sha256()
-        return base64.b64encode(thought.digest()).decode()
+        digest, self._thinking_digest = self._thinking_digest, hashlib.sha256()
+        return base64.b64encode(digest.digest()).decode()
 
 
 def _tool_use_id(id: str) -> str:

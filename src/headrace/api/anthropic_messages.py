@@ -55,7 +55,7 @@ def added_tools(messages: Sequence[MessageBody], declared: Sequence[ToolDefiniti
     return tuple(added.values())
 
 
-def callable_tools(tools: Sequence[ToolDefinition], messages: Sequence[MessageBody]) -> tuple[ToolDefinition, ...]:
+def declared_tools(tools: Sequence[ToolDefinition], messages: Sequence[MessageBody]) -> tuple[ToolDefinition, ...]:
     """The tools in the header, then the deferred ones that the conversation refers to."""
     referred = {block.tool_name for block in _all_blocks(messages) if block.type == "tool_reference"}
     referred |= {changed_name(block) for block in _all_blocks(messages) if block.type == "tool_addition"}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.api.anthropic_body import FormatBody, MessagesBody, ThinkingBody
-from headrace.api.anthropic_messages import ChatMessages, added_tools, callable_tools, own_tools, tool_choice
+from headrace.api.anthropic_messages import ChatMessages, added_tools, declared_tools, own_tools, tool_choice
 from headrace.api.ids import new_id
 from headrace.api.json_body import JsonBody, check, ignored_names, read_object, unknown_fields
 from headrace.api.openai_messages import refuse_too_many
@@ -41,7 +41,7 @@ def count_answer(num_tokens: int) -> dict[str, Any]:
 def _request(parsed: MessagesBody, model: ModelTraits) -> ChatRequest:
     tools = own_tools(parsed.tools or ())
     tools += added_tools(parsed.messages, tools)
-    callable_ones = callable_tools(tools, parsed.messages)
+    declared = declared_tools(tools, parsed.messages)
     thinks = _is_to_think(parsed.thinking)
     messages = _messages(parsed, ChatMessages({tool.name: tool for tool in tools}))
     # The model continues an assistant turn that the client began.
@@ -54,8 +54,8 @@ def _request(parsed: MessagesBody, model: ModelTraits) -> ChatRequest:
     return ChatRequest(
         request_id=new_id("msg_"),
         messages=messages,
-        tools=callable_ones,
-        tool_choice=tool_choice(parsed.tool_choice, callable_ones),
+        tools=declared,
+        tool_choice=tool_choice(parsed.tool_choice, declared),
         structure=_structure(parsed),
         options=replace(
             generation_options(parsed, model.defaults, parsed.max_tokens),

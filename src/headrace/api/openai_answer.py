@@ -117,7 +117,7 @@ class ChunkedAnswer(ABC):
             case Finished():
                 self._usage = event.usage
                 self._open.remove(event.choice)
-        return [self._chunk_heading | part for part in self._written(event)]
+        return [self._chunk_heading | part for part in self._event_bodies(event)]
 
     def empty_chunk(self) -> dict[str, Any]:
         index = self._open[0] if self._open else 0
@@ -137,7 +137,7 @@ class ChunkedAnswer(ABC):
         return server_sent(chunk)
 
     @abstractmethod
-    def _written(self, event: Event) -> Sequence[dict[str, Any]]:
+    def _event_bodies(self, event: Event) -> Sequence[dict[str, Any]]:
         """Chunks for one event, without the heading."""
 
     @abstractmethod
@@ -166,7 +166,7 @@ class ChatAnswer(ChunkedAnswer):
         super().__init__(heading, num_choices, **options)
         self._reasoning_field = reasoning_field
 
-    def _written(self, event: Event) -> Sequence[dict[str, Any]]:
+    def _event_bodies(self, event: Event) -> Sequence[dict[str, Any]]:
         match event:
             case Text():
                 return (self._piece(event.choice, {"content": event.text}, event.logprobs),)
@@ -247,7 +247,7 @@ class CompletionAnswer(ChunkedAnswer):
         self._choices_per_prompt = choices_per_prompt
         self._offsets = [_Offsets() for _ in range(num_choices)]
 
-    def _written(self, event: Event) -> Sequence[dict[str, Any]]:
+    def _event_bodies(self, event: Event) -> Sequence[dict[str, Any]]:
         match event:
             case Text():
                 return (self._piece(event.choice, event.text, event.logprobs),)

@@ -53,7 +53,7 @@ def _table(rows: Sequence[dict[str, Any]], now: float) -> Iterator[str]:
     shown += [
         (
             row["name"],
-            size_text(row["bytes"]),
+            rounded_size(row["bytes"]),
             row["kind"] or row["state"],
             str(row["context"] or ""),
             {True: "yes", False: "no", None: ""}[row["fits"]],
@@ -76,7 +76,7 @@ def _note(row: dict[str, Any]) -> str:
     return row["refusal"] or ("part of Headrace" if row["place"] == "package" else "")
 
 
-def size_text(num_bytes: int) -> str:
+def rounded_size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -92,7 +92,7 @@ def run_remove(given: argparse.Namespace) -> None:
         with hub_errors(name):
             removals.append(find_removal(name, Path(given.model_folder).expanduser()))
     for each in removals:
-        print(f"{each.name}: {size_text(each.num_bytes)} in {each.folder}", flush=True)
+        print(f"{each.name}: {rounded_size(each.num_bytes)} in {each.folder}", flush=True)
     if not given.yes:
         if not sys.stdin.isatty():
             raise ConfigError("nothing is deleted: input is no terminal, so confirm with --yes")
@@ -100,4 +100,4 @@ def run_remove(given: argparse.Namespace) -> None:
             raise ModelError("nothing is deleted")
     for each in removals:
         each.run()
-        print(f"{each.name} is deleted: {size_text(each.num_bytes)} ({each.num_bytes} bytes) freed", flush=True)
+        print(f"{each.name} is deleted: {rounded_size(each.num_bytes)} ({each.num_bytes} bytes) freed", flush=True)

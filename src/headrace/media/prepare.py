@@ -25,7 +25,7 @@ from headrace.media.patches import (
 )
 from headrace.media.prompt import num_media_tokens
 from headrace.media.video import FrameTimes, SampledFrames, group_times, num_sampled, read_frames, read_metadata, sample
-from headrace.types.media import AS_MADE, MediaLimits, MediaOptions
+from headrace.types.media import DEFAULT_MEDIA_OPTIONS, MediaLimits, MediaOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def read_pictures(item: MediaFiles, limits: MediaLimits) -> list[Pixels]:
 
 
 def choose_frames(
-    frames: FrameTimes, vision: PatchVision, limits: MediaLimits, options: MediaOptions = AS_MADE
+    frames: FrameTimes, vision: PatchVision, limits: MediaLimits, options: MediaOptions = DEFAULT_MEDIA_OPTIONS
 ) -> SampledFrames:
     """Sample frames of a video: the request's options, else the checkpoint's, within the limits."""
     wanted = vision.sampling

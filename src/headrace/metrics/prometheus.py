@@ -95,8 +95,8 @@ def _figures_of(part: Any) -> Iterator[tuple[Metric, Any]]:
 
 
 def _samples(name: str, metric: Metric, value: Any, labels: Mapping[str, str]) -> Iterator[str]:
-    if metric.location:
-        labels = {**labels, "kind": metric.location}
+    if metric.kind_label:
+        labels = {**labels, "kind": metric.kind_label}
     if isinstance(value, Histogram):
         yield from _buckets(name, value, labels)
     elif isinstance(value, _Info):

@@ -26,7 +26,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ContextTooLong, HeadraceError, RequestCancelled, RequestError
 from headrace.server.bookkeeping import LiveRequests, RequestRecord, UnknownFields, logged_failure
 from headrace.server.connection import CLIENT_CLOSED_REQUEST, ClientGone, EventStream, while_connected
-from headrace.server.handover import Handover, HandoverFailed, Offer
+from headrace.server.handover import Handover, HandoverFailed, HandoverRequest
 from headrace.server.model_calls import Body, read_json_body
 from headrace.server.responses import ignored_headers
 from headrace.server.session_header import session_header
@@ -103,7 +103,7 @@ class _Answer:
 
     waits: for its model to be loaded, which `events` do first. encoder: replaced after that, because an answer may show
     defaults of its model.
-    offer: to hand the request over; None if it is answered here.
+    handover: to hand the request over; None if it is answered here.
     loading: the task that waits for the model of a request that may be handed over.
     refusal: the error if the request is not handed over, because it can't be answered here.
     """
@@ -114,7 +114,7 @@ class _Answer:
     headers: dict[str, str]
     is_stream: bool
     waits: bool
-    offer: Offer | None = None
+    handover: HandoverRequest | None = None
     is_handed_over: bool = False
     loading: asyncio.Task[Forecast] | None = None
     refusal: ContextTooLong | None = None
@@ -122,7 +122,7 @@ class _Answer:
 
     @property
     def sender(self) -> AnswerEncoder | ForeignAnswer:
-        return self.offer.foreign if self.offer is not None and self.is_handed_over else self.encoder
+        return self.handover.foreign if self.handover is not None and self.is_handed_over else self.encoder
 
     async def aclose(self) -> None:
         """End the work on it here."""
@@ -183,7 +183,7 @@ class AnswerRoute(Generic[Asked]):
         )
         if asked.options.forecast_beyond is not None:
             foreign = self._dialect.foreign(call)
-            answer.offer = Offer(self._handover, request, call, body, foreign, record, engine_ids)
+            answer.handover = HandoverRequest(self._handover, request, call, body, foreign, record, engine_ids)
         read = partial(self._read, request, body, target) if answer.waits else None
         answer.events = self._events(answer, target, call, read)
         return answer
@@ -237,17 +237,17 @@ class AnswerRoute(Generic[Asked]):
 
 async def _hands_over(answer: _Answer) -> bool:
     """Whether the request is handed over; if not, or if that fails, it is answered here."""
-    if answer.offer is None:
+    if answer.handover is None:
         return False
-    if answer.waits and answer.offer.load_limit_s is not None:
-        forecast = await _forecast_soon(answer, answer.offer.load_limit_s)
+    if answer.waits and answer.handover.load_limit_s is not None:
+        forecast = await _forecast_soon(answer, answer.handover.load_limit_s)
     else:
         forecast = await _forecast(answer)
-    if forecast is None or answer.offer.wants(forecast):
+    if forecast is None or answer.handover.wants(forecast):
         answer.is_handed_over = True
         answer.headers = {}  # the fields that are unknown here may be known there
         return True
-    answer.offer = None
+    answer.handover = None
     if answer.refusal is not None:
         raise answer.refusal
     return False
@@ -280,9 +280,9 @@ async def _pieces(answer: _Answer, started: Event | None) -> AsyncGenerator[byte
     with _ending(record):
         if answer.waits:
             await _hands_over(answer)
-        if answer.offer is not None:
+        if answer.handover is not None:
             try:
-                async with aclosing(answer.offer.pieces()) as pieces:
+                async with aclosing(answer.handover.pieces()) as pieces:
                     is_first = True
                     async for piece in pieces:
                         if is_first:
@@ -293,7 +293,7 @@ async def _pieces(answer: _Answer, started: Event | None) -> AsyncGenerator[byte
             except HandoverFailed:
                 pass  # it is answered here
         started = started if started is not None else await _first(answer)
-        answer.offer, encoder = None, answer.encoder
+        answer.handover, encoder = None, answer.encoder
         for piece in encoder.pieces(started):
             yield piece
         async for event in answer.events:
@@ -324,9 +324,9 @@ def _failure(answer: _Answer, error: HeadraceError) -> bytes:
 async def _collect(answer: _Answer) -> dict[str, Any]:
     """The whole answer."""
     async with aclosing(answer):
-        if answer.offer is not None and await _hands_over(answer):
+        if answer.handover is not None and await _hands_over(answer):
             with suppress(HandoverFailed):
-                return await answer.offer.whole()
+                return await answer.handover.whole()
         collected = [await _first(answer)]
         async for event in answer.events:
             answer.record.take(event)

@@ -48,8 +48,8 @@ class LiveRequests:
         self._live[request_id] = _Work()
         return request_id
 
-    def attach(self, request_id: str, answer_id: str, work: tuple[str, ...]) -> None:
-        self._live[request_id] = _Work(answer_id, work)
+    def attach(self, request_id: str, answer_id: str, engine_ids: tuple[str, ...]) -> None:
+        self._live[request_id] = _Work(answer_id, engine_ids)
         self._owner_of_answer[answer_id] = request_id
 
     def release(self, request_id: str) -> None:
@@ -121,7 +121,7 @@ class RequestRecord:
     def end_answer(self, reason: str) -> None:
         """Record why the answer ended without its choices' finish reasons; the first reason counts."""
         if self._answer is not None:
-            self._answer.break_off(reason)
+            self._answer.end(reason)
 
     @property
     def times(self) -> OutputTimes | None:
@@ -183,7 +183,7 @@ class _AnswerRecord:
         self._model = model
         self._usage = Usage(0, 0)
         self._usage_so_far: Callable[[], Usage] | None = None
-        self._is_broken_off = False
+        self._has_ended = False
         self._first: float | None = None
         self._last = 0.0
 
@@ -209,11 +209,11 @@ class _AnswerRecord:
     def times(self) -> OutputTimes | None:
         return self._usage.times
 
-    def break_off(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
         """The tokens until now were computed, although no Finished counts them."""
-        if self._is_broken_off:
+        if self._has_ended:
             return
-        self._is_broken_off = True
+        self._has_ended = True
         self.reasons.append(reason)
         if self._usage_so_far is not None:
             self._usage = self._usage_so_far()

@@ -113,7 +113,7 @@ class Handover:
             # Nor a cookie: it would be sent with other clients' requests.
             no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
             self.http = httpx.AsyncClient(limits=limits, timeout=timeout, cookies=no_cookies)
-        self._running: dict[str, Offer] = {}
+        self._running: dict[str, HandoverRequest] = {}
         self._num_requests = 0
         self._num_failures = 0
         self._is_failing = False
@@ -130,12 +130,12 @@ class Handover:
         return is_long or is_late
 
     @contextmanager
-    def running(self, offer: Offer) -> Iterator[None]:
-        self._running[offer.request_id] = offer
+    def running(self, request: HandoverRequest) -> Iterator[None]:
+        self._running[request.request_id] = request
         try:
             yield
         finally:
-            del self._running[offer.request_id]
+            del self._running[request.request_id]
 
     def begun(self) -> None:
         """The other server answers a request."""
@@ -152,10 +152,10 @@ class Handover:
 
     def cancel(self, ids: Sequence[str]) -> list[str]:
         """End requests with one of these ids. Returns the ids of those that were at the other server."""
-        found = [offer for offer in self._running.values() if not {offer.request_id, *offer.engine_ids}.isdisjoint(ids)]
-        for offer in found:
-            offer.cancel()
-        return [offer.request_id for offer in found]
+        found = [each for each in self._running.values() if not {each.request_id, *each.engine_ids}.isdisjoint(ids)]
+        for each in found:
+            each.cancel()
+        return [each.request_id for each in found]
 
     def add_to(self, status: EngineStatus) -> EngineStatus:
         """The engine's status with the requests that are, and were, handed over."""
@@ -163,18 +163,18 @@ class Handover:
             return status
         routes = dict(status.counters.routes) | {Route.HANDOVER: self._num_requests}
         # Until the other server answers, a request may also wait for its model here, under its client's id.
-        handed_over = {offer.client_id for offer in self._running.values()}
+        handed_over = {each.client_id for each in self._running.values()}
         here = [each for each in status.requests if each.request_id not in handed_over]
         return replace(
             status,
             num_waiting=status.num_waiting - len(status.requests) + len(here),
-            requests=(*here, *(offer.status() for offer in self._running.values())),
+            requests=(*here, *(each.status() for each in self._running.values())),
             counters=replace(status.counters, routes=tuple(routes.items())),
             handover=HandoverStatus(len(self._running), self._num_requests, self._num_failures),
         )
 
 
-class Offer:
+class HandoverRequest:
     """A request that may be handed over."""
 
     def __init__(
@@ -277,7 +277,7 @@ class Offer:
 
     async def _send(self) -> httpx.Response:
         http, target = self._handover.http, self._handover.target
-        assert http is not None and target is not None, "there are no offers without --handover"
+        assert http is not None and target is not None, "nothing is handed over without --handover"
         changed = await self._body.read(partial(foreign_body, model=self._handover.model))
         content = self._body.sent if changed is None else changed
         sent = http.build_request("POST", target.url + self.foreign.path, content=content, headers=self._headers)

@@ -8,7 +8,7 @@ from headrace.cancellation import run_in_thread
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.families.family import ModelFamily
 from headrace.session.concurrency import TextExecutor
-from headrace.session.constraint import ChatConstraints, callable_tools
+from headrace.session.constraint import ChatConstraints, parsed_tools
 from headrace.session.logprobs import LogprobDecoder
 from headrace.session.media import MediaReader
 from headrace.session.output_processor import ChoiceOutputProcessor, PromptOutputProcessor
@@ -102,7 +102,7 @@ class ChatPrompts:
             self._family,
             thinking_open=prompt.thinking_open,
             stop_strings=request.options.stop_strings,
-            tools=callable_tools(request),
+            tools=parsed_tools(request),
             num_earlier_calls=sum(len(message.tool_calls) for message in request.messages),
             guarantees=guarantees,
         )

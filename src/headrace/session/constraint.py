@@ -78,7 +78,7 @@ class ChatConstraints:
         return OutputForm(request.structure, calls, self._family.tool_format, thinking)
 
     def _calls(self, request: ChatRequest) -> AllowedCalls | None:
-        choice, tools = request.tool_choice, callable_tools(request)
+        choice, tools = request.tool_choice, parsed_tools(request)
         if choice.mode == "required" and not tools:
             raise InvalidRequest("a call is required, but there is no tool that may be called", param="tool_choice")
         if not tools:
@@ -97,7 +97,7 @@ class ChatConstraints:
         start_marker, end_marker = self._family.think_open, self._family.think_close
         if request.thinking_budget is None or start_marker is None or end_marker is None:
             return None
-        closing = self._closing(end_marker, has_tools=bool(callable_tools(request)))
+        closing = self._closing(end_marker, has_tools=bool(parsed_tools(request)))
         return ThinkingLimit(
             num_tokens=request.thinking_budget,
             start_marker=start_marker,
@@ -112,7 +112,7 @@ class ChatConstraints:
         syntax = self._family.call_syntax
         if syntax is not None and syntax.messages is not None:
             return LateThinking(call_starts=(syntax.messages.recipient,))
-        parser = syntax.parser if syntax is not None and callable_tools(request) else None
+        parser = syntax.parser if syntax is not None and parsed_tools(request) else None
         start_markers, bare_starts = ((), ()) if parser is None else (parser.start_markers, parser.bare_starts)
         return LateThinking(start_markers, bare_starts, max_inline=MAX_BLOCK - len(closing))
 
@@ -148,7 +148,7 @@ class ChatConstraints:
             log.error("%s does not fit its schema: %s", name, reason)
 
 
-def callable_tools(request: ChatRequest) -> tuple[ToolDefinition, ...]:
+def parsed_tools(request: ChatRequest) -> tuple[ToolDefinition, ...]:
     """Tools whose calls are parsed in the answer. The prompt shows all tools, so that its prefix stays the same."""
     choice = request.tool_choice
     if choice.mode == "none":

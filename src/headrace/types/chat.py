@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from headrace.types.media import AS_MADE, MediaOptions
+from headrace.types.media import DEFAULT_MEDIA_OPTIONS, MediaOptions
 from headrace.types.request import SamplingParams
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -27,7 +27,7 @@ class MediaPart:
     kind: Literal["image", "video"]
     # Megabytes that no template shows; digests of what templates have shown use the rest.
     source: str = field(repr=False)
-    options: MediaOptions = AS_MADE
+    options: MediaOptions = DEFAULT_MEDIA_OPTIONS
     param: str = field(default="messages", compare=False)
 
 

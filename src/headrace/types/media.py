@@ -76,7 +76,7 @@ class MediaOptions:
     num_frames: int | None = None
 
 
-AS_MADE = MediaOptions()
+DEFAULT_MEDIA_OPTIONS = MediaOptions()
 """The checkpoint's defaults."""
 
 

@@ -16,7 +16,7 @@ class Metric:
 
     key: of a field of (key, number) pairs, the label with the key. keys: those that are shown from the start, because
     a counter that appears with its first event hides that event from rates.
-    location: a further label, `kind`.
+    kind_label: the value of a further label, `kind`; empty for none.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Metric:
     type: Literal["counter", "gauge", "histogram"] = "counter"
     key: str = ""
     keys: tuple[str, ...] = ()
-    location: str = ""
+    kind_label: str = ""
 
 
 def metrics_of(status: object) -> tuple[tuple[str, Metric], ...]:

@@ -185,7 +185,7 @@ class DiskStatus:
     since the start. num_bytes: limited by quota_bytes."""
 
     num_files: Annotated[int, Metric("headrace:cache_disk_files", "Files of the disk cache.", "gauge")]
-    num_bytes: Annotated[int, Metric(*_CACHE_BYTES, "gauge", location="disk")]
+    num_bytes: Annotated[int, Metric(*_CACHE_BYTES, "gauge", kind_label="disk")]
     quota_bytes: Annotated[int, Metric("headrace:cache_disk_quota_bytes", "Limit of their size.", "gauge")]
     num_pending_bytes: Annotated[int, Metric("headrace:cache_disk_pending_bytes", "Waiting to be written.", "gauge")]
     num_hits: Annotated[int, Metric("headrace:cache_disk_hits", "Prompts that continued from cached files.")]
@@ -204,7 +204,7 @@ class CacheStatus:
     lookups: the latest ones, the oldest first.
     """
 
-    num_bytes: Annotated[int, Metric(*_CACHE_BYTES, "gauge", location="memory")]
+    num_bytes: Annotated[int, Metric(*_CACHE_BYTES, "gauge", kind_label="memory")]
     num_tokens: int
     num_nodes: int
     num_snapshots: int
