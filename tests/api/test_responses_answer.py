@@ -233,10 +233,12 @@ def test_a_sign_of_life_is_an_event_of_the_api_with_the_next_number() -> None:
     assert [*numbers, ping["sequence_number"], later["sequence_number"]] == [0, 1, 2, 3]
 
 
-def test_before_the_first_event_a_sign_of_life_is_a_comment() -> None:
+def test_a_sign_of_life_before_the_first_event_begins_the_stream() -> None:
     form = answer()
-    assert form.ping() == b": ping\n\n"
-    assert [event["sequence_number"] for event in stream([Started(7)], form)] == [0, 1]
+    sent = [*bodies(form.ping()), *bodies(form.ping())]
+    after = stream([Started(7), STOP], ResponsesAnswer(HEADING, read(), num_sent=form.num_sent))
+    assert types([*sent, *after]) == ["created", "in_progress", "in_progress", "completed"]
+    assert [event["sequence_number"] for event in (*sent, *after)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -384,6 +384,21 @@ def test_a_request_whose_model_is_loaded_for_too_long_is_handed_over_and_the_loa
     run(scenario())
 
 
+def test_while_it_is_open_who_answers_no_keep_alive_has_an_id_of_its_own() -> None:
+    async def scenario() -> None:
+        slow = SlowModel()
+        limits = {"handover_tokens": None, "handover_wait": 0.2, "ping_interval_s": 0.02}
+        async with pair(answers_both_ways, models=slow.models, **limits) as here:
+            answer = await here.ask(**chat("short", stream=True))
+            assert text_of(answer) == "from there"
+            assert answer.text.startswith(": ping\n\n")
+            chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            assert {chunk["id"] for chunk in chunks} == {WHOLE["id"]}
+            slow.may_load.set()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_it_is_answered_here_after_the_load_if_the_other_server_fails(stream: bool) -> None:
     async def scenario() -> None:

@@ -42,7 +42,7 @@ class AnswerEncoder(Protocol):
     def pieces(self, event: Event) -> Sequence[bytes]: ...
 
     def ping(self) -> bytes:
-        """A keep-alive that is data where the dialect allows it, because a comment resets only some clients' timers."""
+        """A keep-alive that is data, because a comment resets only some clients' timers."""
 
     def end(self) -> bytes: ...
 

@@ -44,19 +44,24 @@ _ECHOED = (
 
 
 class ResponsesAnswer:
-    """An AnswerEncoder. on_end: receives the whole response, however it ended, unless the client disconnected."""
+    """An AnswerEncoder.
+
+    on_end: receives the whole response, however it ended, unless the client disconnected.
+    num_sent: events that another one has sent for the same response, while its model was loaded.
+    """
 
     def __init__(
         self,
         heading: AnswerHeading,
         call: ResponseCall,
         on_end: Callable[[dict[str, Any]], None] = lambda response: None,
+        num_sent: int = 0,
     ) -> None:
         self._heading = heading
         self._call = call
         self._on_end = on_end
+        self.num_sent = num_sent
         self._status = "in_progress"
-        self._number = 0
         self._done: list[dict[str, Any]] = []
         self._open: OutputItem | None = None
         self._usage: Usage | None = None
@@ -75,10 +80,8 @@ class ResponsesAnswer:
         return [server_sent(body, body["type"]) for body in self._event_bodies(event)]
 
     def ping(self) -> bytes:
-        """See AnswerEncoder. Before `response.created`, which clients expect first, only a comment can come."""
-        if self._number == 0:
-            return b": ping\n\n"
-        body = self._event("response.in_progress", response=self.response())
+        """See AnswerEncoder. An in_progress event resets all clients' timers; they expect a created one before it."""
+        body = self._event("response.in_progress" if self.num_sent else "response.created", response=self.response())
         return server_sent(body, body["type"])
 
     def end(self) -> bytes:
@@ -86,7 +89,7 @@ class ResponsesAnswer:
         return b""
 
     def failure(self, error: HeadraceError) -> bytes:
-        begin = [] if self._number else [self._event("response.created", response=self.response())]
+        begin = [] if self.num_sent else [self._event("response.created", response=self.response())]
         self._status = "cancelled" if isinstance(error, RequestCancelled) else "failed"
         is_refused = isinstance(error, RequestError)
         self._error = {"code": error.code if is_refused else "server_error", "message": error.message}
@@ -159,7 +162,8 @@ class ResponsesAnswer:
             case HiddenLogprobs():
                 pass  # the API has log-probabilities of text only
             case Started():
-                yield self._event("response.created", response=self.response())
+                if not self.num_sent:
+                    yield self._event("response.created", response=self.response())
                 yield self._event("response.in_progress", response=self.response())
             case Finished(reason, usage, _, logprobs):
                 yield from self._finish(reason, usage, logprobs)
@@ -211,8 +215,8 @@ class ResponsesAnswer:
         return self._event(kind, item_id=item.id, output_index=len(self._done), **fields)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        event = {"type": kind, "sequence_number": self._number, **fields}
-        self._number += 1
+        event = {"type": kind, "sequence_number": self.num_sent, **fields}
+        self.num_sent += 1
         return event
 
 

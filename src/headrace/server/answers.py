@@ -124,6 +124,10 @@ class _Answer:
     def sender(self) -> AnswerEncoder | ForeignAnswer:
         return self.handover.foreign if self.handover is not None and self.is_handed_over else self.encoder
 
+    def ping(self) -> bytes:
+        """A keep-alive. None has this answer's id as long as another server may answer under another one."""
+        return self.encoder.ping() if self.handover is None else self.handover.foreign.ping()
+
     async def aclose(self) -> None:
         """End the work on it here."""
         if self.loading is not None:
@@ -227,7 +231,7 @@ class AnswerRoute(Generic[Asked]):
             _pieces(answer, started),
             answer,
             headers=answer.headers,
-            ping=lambda: answer.sender.ping(),
+            ping=answer.ping,
             ping_interval_s=self._config.ping_interval_s,
             on_disconnect=lambda: answer.record.end_answer("abort"),
             failure=lambda error: _failure(answer, error),

@@ -105,7 +105,9 @@ class ResponseRoutes:
 
     def _form(self, call: Call[ChatRequest], heading: AnswerHeading) -> ResponsesAnswer:
         assert isinstance(call, ResponseCall), "what _read gives"
-        answer = ResponsesAnswer(heading, call, partial(self._remember, call) if call.store else _forget)
+        before = self._open.get(heading.id)
+        on_end = partial(self._remember, call) if call.store else _forget
+        answer = ResponsesAnswer(heading, call, on_end, 0 if before is None else before.num_sent)
         self._open[heading.id] = answer
         return answer
 
