@@ -144,19 +144,19 @@ def _scan(sizes: LayerSizes, num_rows: int, num_tokens: int, form: str) -> Case:
     """Rows of equal lengths that go on from states; form: what a kernel computes at once."""
     shape, table, packed = sizes.delta, _table(sizes, num_rows), num_rows * num_tokens
     keys = mx.random.normal((2, packed, shape.num_k_heads, shape.head_k_dim), dtype=mx.float32)
-    q, k = keys / mx.linalg.norm(keys, axis=-1, keepdims=True)
+    queries, keys = keys / mx.linalg.norm(keys, axis=-1, keepdims=True)
     gates = mx.random.uniform(0.8, 1.0, (2, packed, shape.num_v_heads))
     tokens = Prepared(
-        (q * shape.head_k_dim**-0.5).astype(sizes.dtype),
-        k.astype(sizes.dtype),
+        (queries * shape.head_k_dim**-0.5).astype(sizes.dtype),
+        keys.astype(sizes.dtype),
         normal(sizes, packed, shape.num_v_heads, shape.head_v_dim),
         *gates,
     )
     rows = [(row * num_tokens, num_tokens, num_tokens, 0, row, 2 * row, -1, 0, 0) for row in range(num_rows)]
     plan, stops = mx.array(rows, mx.int32), mx.array([0], mx.int32)
     mx.eval(tokens, table, plan, stops)
-    given = [double(array)[:num_tokens] for array in tokens]
-    wanted, _, _ = right.scan(*given, double(table.state)[0], None)
+    q, k, v, g, beta = (double(array)[:num_tokens] for array in tokens)
+    wanted, _, _ = right.scan(q, k, v, g, beta, double(table.state)[0], None)
 
     def step(v: mx.array, _: int) -> list[mx.array]:
         # the state goes on from call to call; the first one's result is compared
