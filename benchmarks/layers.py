@@ -141,7 +141,7 @@ def _prepare(sizes: LayerSizes, weights: DeltaWeights, num_tokens: int) -> Case:
 
 
 def _scan(sizes: LayerSizes, num_rows: int, num_tokens: int, form: str) -> Case:
-    """Rows of equal lengths that go on from states; form: what a kernel computes at once."""
+    """Rows of equal lengths that continue from states; form: what a kernel computes at once."""
     shape, table, packed = sizes.delta, _table(sizes, num_rows), num_rows * num_tokens
     keys = mx.random.normal((2, packed, shape.num_k_heads, shape.head_k_dim), dtype=mx.float32)
     queries, keys = keys / mx.linalg.norm(keys, axis=-1, keepdims=True)
@@ -159,7 +159,7 @@ def _scan(sizes: LayerSizes, num_rows: int, num_tokens: int, form: str) -> Case:
     wanted, _, _ = right.scan(q, k, v, g, beta, double(table.state)[0], None)
 
     def step(v: mx.array, _: int) -> list[mx.array]:
-        # the state goes on from call to call; the first one's result is compared
+        # the state continues from call to call; the first one's result is compared
         return list(delta.scan_chunks(plan, stops, tokens._replace(v=v), table.state, in_blocks=form == "blocks"))[:1]
 
     return case_of(
