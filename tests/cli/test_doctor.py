@@ -188,6 +188,7 @@ def test_free_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
 def test_a_busy_machine_is_told_how_to_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "compiler", lambda: "/usr/bin/g++")
     monkeypatch.setattr(doctor, "vision_advice", lambda: None)
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     one_core = Device("cpu", "Some CPU", 24 * GB, 1)
     advice = {
         (device.num_cores, load): list(Resources(device, 9 * GB, 80 * GB, tmp_path, load).advice())
@@ -196,6 +197,8 @@ def test_a_busy_machine_is_told_how_to_share_its_cores(tmp_path: Path, monkeypat
     assert "30 programs share 8 cores" in advice[8, 30.0][0]
     # One core has one thread anyway.
     assert advice[8, 8.0] == advice[1, 30.0] == []
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    assert not list(Resources(CPU, 9 * GB, 80 * GB, tmp_path, 30.0).advice())
 
 
 CONFIG = {

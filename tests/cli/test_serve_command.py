@@ -34,6 +34,9 @@ def alone(config: Config) -> ServePlan:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "compiler", lambda: "/usr/bin/g++")
+    monkeypatch.setattr(serve.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(serve, "num_usable_cores", lambda: 8)
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
 
 
 def lines(session: Session, config: Config = DEFAULT) -> dict[str, str]:
@@ -157,6 +160,15 @@ def test_the_summary_comes_first_and_the_address_only_once_the_server_listens(
     monkeypatch.setattr(serve, "serve", listen)
     serve.run(alone(Config(server=ServerConfig(port=0, verbose=verbose))), FakeProcess())
     assert engine.stopped
+
+
+def test_cores_that_other_programs_use_are_told_at_the_start(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve.os, "getloadavg", lambda: (30.0, 0.0, 0.0))
+    monkeypatch.setattr(serve, "serve", lambda *_: 0.0)
+    serve.run(alone(Config(server=ServerConfig(port=0))), FakeProcess())
+    assert "slow: 30 programs share 8 cores" in capsys.readouterr().out
 
 
 def test_the_engine_is_stopped_when_serving_fails(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

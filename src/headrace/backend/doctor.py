@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import time
@@ -36,6 +37,14 @@ def machine_report(numerics: str = "fast") -> list[str]:
     if here.kind == "cpu":
         lines.append(f"C++ compiler for fused operations: {compiler() or 'none, they run one by one'}")
     return lines
+
+
+def busy_advice(num_cores: int, load: float) -> str | None:
+    """What to do on a CPU whose cores are shared; None if they are not. load: programs that want to run at a time."""
+    if num_cores == 1 or load <= 1.5 * num_cores or "OPENBLAS_NUM_THREADS" in os.environ:
+        return None
+    busy = f"{load:.0f} programs share {num_cores} cores"
+    return f"{busy}, and threads of the BLAS wait for each other: OPENBLAS_NUM_THREADS=1 is faster then"
 
 
 def matmul_gigaflops(dtype: mx.Dtype, least_s: float = 0.2) -> float:

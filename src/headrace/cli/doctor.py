@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.backend.device import Device, available_memory_bytes, current
-from headrace.backend.doctor import compiler, machine_report
+from headrace.backend.doctor import busy_advice, compiler, machine_report
 from headrace.cli.configured import configured_session, configured_text_pipeline, without_missing_vision
 from headrace.cli.doctor_ranks import rank_lines
 from headrace.cli.doctor_report import write_report
@@ -44,9 +44,9 @@ class Resources:
     def advice(self) -> Iterator[str]:
         if self.device.kind == "cpu" and compiler() is None:
             yield "install a C++ compiler (g++): MLX fuses operations on a CPU with it"
-        if self.device.kind == "cpu" and self.load > 1.5 * self.device.num_cores > 1.5:
-            busy = f"{self.load:.0f} programs share {self.device.num_cores} cores"
-            yield f"{busy}, and threads of the BLAS wait for each other: OPENBLAS_NUM_THREADS=1 is faster then"
+        busy = busy_advice(self.device.num_cores, self.load)
+        if self.device.kind == "cpu" and busy is not None:
+            yield busy
         if self.device.mac is not None:
             yield from self.device.mac.advice()
         if (advice := backends_advice(installed_backends())) is not None:

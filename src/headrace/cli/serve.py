@@ -13,7 +13,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.backend.doctor import compiler
+from headrace.backend.device import num_usable_cores
+from headrace.backend.doctor import busy_advice, compiler
 from headrace.cli.progress import show_prompts
 from headrace.cli.progress_line import ProgressLine
 from headrace.cli.serve_models import load_first, planned_models
@@ -194,6 +195,9 @@ def _serve(plan: ServePlan, models: Models, listener: socket.socket) -> float:
 
 
 def _start_lines(plan: ServePlan, models: Models) -> Iterator[str]:
+    kinds = [entry.source.host.device().kind for entry in models.entries if entry.session is not None]
+    if "cpu" in kinds and (advice := busy_advice(num_usable_cores(), os.getloadavg()[0])) is not None:
+        yield f"slow: {advice}"
     for planned, entry in zip(plan.models, models.entries, strict=True):
         if (session := entry.session) is not None:
             if plan.config.server.verbose:
