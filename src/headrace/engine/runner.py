@@ -169,9 +169,8 @@ class Runner:
 
     def _resume(self, live: LiveSequence, record: SequenceRecord) -> None:
         """Make a state from a checkpoint; the step frees each layer of the checkpoint once it has copied it."""
-        live.state = SequenceState(self._pool, record.length + 1)
+        live.state, live.record = SequenceState(self._pool, record.length + 1), None
         live.state.restore(record)
-        live.record = None
 
     def _open(self, requests: Mapping[str, GenerationRequest], chunk: Chunk) -> Window:
         live = self._live.get(chunk.sequence_id)
@@ -200,22 +199,27 @@ class Runner:
 
     def _new(self, request: GenerationRequest) -> LiveSequence:
         history = History(request.full_prompt, self._vocab_size) if needs_history(request.sampling) else None
-        state = SequenceState(self._pool, len(request.prompt) + 1)
+        constraint = self._constraint(request)
+        media = self._features.media_of(request)
+        positions = None if request.selected is None else TokenPositions(np.array(request.selected.positions, np.int32))
+        adapter = self.adapters.slot(request)
         draft_state = DraftState(0)
         if self._speculator is not None:
             draft_state = self._speculator.open(request.max_draft_tokens, len(request.prompt))
+        # last, for a state whose sequence fails before it begins would never be freed
+        state = SequenceState(self._pool, len(request.prompt) + 1)
         return LiveSequence(
             state,
             request.sampling,
             history,
             request,
             list(request.prompt),
-            self._constraint(request),
-            self._features.media_of(request),
+            constraint,
+            media,
             draft_state,
-            None if request.selected is None else TokenPositions(np.array(request.selected.positions, np.int32)),
+            positions,
             QueryRecorder() if self._records_queries else None,
-            self.adapters.slot(request),
+            adapter,
         )
 
     def _constraint(self, request: GenerationRequest) -> Constraint | None:
@@ -288,15 +292,19 @@ class Runner:
             live.is_sound = False
         elif chunk.samples and chunk.output_index == 0:
             self._prefixes.store(chunk.request_id, live.token_ids, live.state)
-        results = [result] if is_drawn else []
-        if not is_drawn:
-            self._failures.append(not_drawn(chunk.sequence_id, live.constraint))
+        results: list[ChunkResult] = []
+        failures: list[ChunkFailure] = []  # an error below fails all of these sequences, each of them once
+        if is_drawn:
+            results.append(result)
+        else:
+            failures.append(not_drawn(chunk.sequence_id, live.constraint))
         if chunk.forks:
-            results += self._fork(window)
+            self._fork(window, results, failures)
         if live.launched is not None:
             confirm(live, token_ids[-1])
         if is_drawn:
             live.grow(token_ids)
+        self._failures += failures
         return results
 
     def _close_prompts(self, prompts: Sequence[Window]) -> None:
@@ -325,20 +333,19 @@ class Runner:
         if self._speculator is not None and lives:
             self._speculator.catch_up(lives)
 
-    def _fork(self, window: Window) -> list[ChunkResult]:
+    def _fork(self, window: Window, results: list[ChunkResult], failures: list[ChunkFailure]) -> None:
+        """Begin the forks of a window, and add the result or failure of each."""
         record = window.live.state.checkpoint()
-        results = []
         for choice, (sequence_id, token_id) in enumerate(zip(window.chunk.forks, window.forked, strict=True), start=1):
             fork = self._live[sequence_id] = self._new(window.live.request)
             fork.params = params_of_choice(fork.params, choice)
             fork.state.restore(record)
             if token_id == NO_TOKEN:
-                self._failures.append(not_drawn(sequence_id, fork.constraint))
+                failures.append(not_drawn(sequence_id, fork.constraint))
                 continue
             fork.grow([token_id])
             logprobs = [each for each in window.forked_logprobs[choice - 1 : choice] if each is not None]
             results.append(ChunkResult(sequence_id, 0, (token_id,), tuple(logprobs)))
-        return results
 
     @property
     def step_s(self) -> float:

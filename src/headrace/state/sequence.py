@@ -258,6 +258,7 @@ class SequenceState:
         self._clear()
         self._restored = spans, snapshot
         self.length, self.num_open, self.num_certain, self.snapshot_points = length, 0, 0, ()
+        self.is_untouched = length > 0
         if length > self._slot.capacity:
             self.pool.grow(self._slot, length, 0)
         runs: dict[tuple[LayerKey, ...], list[Run]] = {}
@@ -265,7 +266,6 @@ class SequenceState:
             for layers, record in span.groups.items():
                 runs.setdefault(layers, []).extend(record.runs(length))
         self._sources = {} if snapshot is None else dict(snapshot.layers)
-        self.is_untouched = length > 0
         if parts := [part for layers, found in runs.items() for part in self._slot.parts(layers, found)]:
             self.pool.fill(parts)
 
