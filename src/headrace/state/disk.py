@@ -297,10 +297,11 @@ class DiskTier:
 
     def close(self) -> None:
         """Finish pending writes, waiting at most FLUSH_S."""
-        while self.advance(FLUSH_S):
-            pass
+        until = time.monotonic() + FLUSH_S
+        has_more = self.advance(FLUSH_S)
         self._reader.close(0.0)
-        if not self._writer.close(FLUSH_S):
+        is_written = self._writer.close(max(0.0, until - time.monotonic()))
+        if has_more or not is_written:
             logger.warning("the disk is too slow: some computed states are not stored")
 
     def _warn_once(self, about: str, message: str, *values: object) -> None:
