@@ -141,7 +141,10 @@ class PrefixCache:
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
         """Find and lock the cached part of the prompt; at least one token is left to compute."""
         lookup = self._look_up(request)
-        if (other := self._worth_waiting_for(lookup)) is not None:
+        if (awaited := next(self._worth_waiting_for(lookup), None)) is not None:
+            other, num_shared = awaited
+            if self.needs_snapshots and num_shared not in other.snapshots:
+                other.snapshot_points.add(num_shared)
             self._awaited[request.request_id] = other
             return WaitReason.PREFIX
         self._awaited.pop(request.request_id, None)
@@ -168,11 +171,8 @@ class PrefixCache:
         """
         lookup = self._look_up(request)
         num_cached = lookup.match.num_tokens
-        for other, common in self._in_progress(lookup):
-            if self.needs_snapshots and not self._can_snapshot(other, common):
-                common = other.last_snapshot(common)
-            if common - lookup.match.num_tokens >= WAIT_TOKENS:
-                num_cached = max(num_cached, common)
+        for _, num_shared in self._worth_waiting_for(lookup):
+            num_cached = max(num_cached, num_shared)
         if self._disk is not None:
             found = self._disk.match(lookup.namespace, lookup.key, lookup.match.limit)
             if found is not None and num_cached < found.num_tokens and self._disk.is_worth_reading(found, num_cached):
@@ -184,22 +184,19 @@ class PrefixCache:
         other = self._awaited.get(request_id)
         return other is not None and not other.is_done
 
-    def _worth_waiting_for(self, lookup: Lookup) -> _Prompt | None:
-        """A prompt in progress that shares much more; it is then asked for a snapshot at the branch point."""
-        for other, common in self._in_progress(lookup):
-            if self.needs_snapshots:
-                if self._can_snapshot(other, common):
-                    other.snapshot_points.add(common)
-                common = other.last_snapshot(common)
-            if common - lookup.match.num_tokens >= WAIT_TOKENS:
-                return other
-        return None
+    def _worth_waiting_for(self, lookup: Lookup) -> Iterator[tuple[_Prompt, int]]:
+        """The prompts in progress that share much more, with the length at which the prompt can continue from each.
 
-    def _in_progress(self, lookup: Lookup) -> Iterator[tuple[_Prompt, int]]:
-        """The prompts that are being computed, with the length of the prefix that each shares."""
+        Where the model needs snapshots, that is the branch point or the last snapshot before it.
+        """
         for other in self._prompts.values():
-            if not other.is_done and other.lookup.namespace == lookup.namespace:
-                yield other, min(common_length(other.lookup.key, lookup.key), lookup.match.limit)
+            if other.is_done or other.lookup.namespace != lookup.namespace:
+                continue
+            num_shared = min(common_length(other.lookup.key, lookup.key), lookup.match.limit)
+            if self.needs_snapshots and not self._can_snapshot(other, num_shared):
+                num_shared = other.last_snapshot(num_shared)
+            if num_shared - lookup.match.num_tokens >= WAIT_TOKENS:
+                yield other, num_shared
 
     def _can_snapshot(self, prompt: _Prompt, length: int) -> bool:
         return length > prompt.num_computed and length >= self._shortest_prefix
