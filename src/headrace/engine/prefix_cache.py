@@ -30,12 +30,8 @@ WAIT_TOKENS = 64
 """A request waits for a running prompt that will save it at least this many tokens."""
 
 NEAR_TOKENS = 16
-"""Behind a snapshot no other one is taken within so many tokens: requests that continue there compute them again.
-
-The same holds behind a prompt's start: what a chat template begins with is that short, and so is a generation prompt,
-behind which the state helps only requests for another answer to the same prompt. At Qwen3.5-4B's shape a snapshot takes
-50 MB, and on an H200 copying and restoring it took longer than computing so few tokens.
-"""
+"""No snapshot is taken within this many tokens after another one or after the prompt's start: computing them again is
+cheaper than copying and restoring a snapshot (50 MB for Qwen3.5-4B)."""
 
 MAX_LOOKUPS = 20
 """The status shows so many of the latest lookups."""

@@ -87,7 +87,7 @@ def prepare(
 ) -> tuple[Loop | Follower, ModelDescription, ModelMemory]:
     """Everything before the first request, on the engine's thread. share: None for a model without others.
 
-    ranks: that share the model; on others than rank 0 a Follower runs it. All of them call this rank_setup.
+    ranks: that share the model; on others than rank 0 a Follower runs it. All ranks call this together.
     """
     set_up_libraries()
     products = blas.install(config.models.numerics)

@@ -162,7 +162,10 @@ class EngineProcess:
             self._on_exit(f"the engine's process {_exit_text(self._process.wait())}")
 
     def _watch(self) -> None:
-        """Ask for a pulse once a second. Its sender waits for no step and no load, at most seconds for the GIL."""
+        """Ask for a pulse once a second.
+
+        The peer's thread that answers never waits for a step or a load, only for the GIL, at most some seconds.
+        """
         self._calls.call("pulse")
         self._has_pulse.wait()  # imports may take longer than any pulse
         while self._exit_reason is None:

@@ -180,7 +180,7 @@ class Runner:
             if chunk.start:
                 self._prefixes.restore(request.request_id, live.state)
         if not live.is_sound:
-            raise GenerationFailed("its state was lost when it was preempted")
+            raise GenerationFailed("the request's state could not be kept while it was preempted")
         if live.record is not None:
             self._resume(live, live.record)
         launched, live.launched = live.launched, None

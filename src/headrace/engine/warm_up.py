@@ -78,7 +78,9 @@ class WarmUp:
         """A line for start-up if there is anything to warm up."""
         if pieces:
             most = max(piece.num_rows for piece in pieces)
-            self.report = (f"warm-up: steps of up to {most} rows, while requests are served, but slowly",)
+            self.report = (
+                f"warm-up: builds steps of up to {most} rows between requests, which are served more slowly until then",
+            )
 
     @property
     def _served(self) -> Served:

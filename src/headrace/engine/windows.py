@@ -89,7 +89,7 @@ class LiveSequence:
         if self.constraint is not None:
             self.constraint.accept(token_ids)
 
-    # This and the following make it a `DraftableSequence`.
+    # What follows is read by the speculator only, see `DraftableSequence`.
     @property
     def is_launched(self) -> bool:
         return self.launched is not None
@@ -282,5 +282,5 @@ def failures_of(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
 def not_drawn(sequence_id: str, constraint: Constraint | None) -> ChunkFailure:
     if constraint is not None:
         return ChunkFailure(sequence_id, GrammarFailed("the answer's grammar leaves no token that can be drawn"))
-    error = GenerationFailed("no token can be drawn: the logits are not numbers, or every token is banned")
+    error = GenerationFailed("no token can be drawn: the logits are NaN or infinite, or every token is banned")
     return ChunkFailure(sequence_id, error)

@@ -47,7 +47,7 @@ class FusedLinear:
         self._products = [product for product, _ in products]
         self._own = products[0][1] if len(products) == 1 else None
         self.adds_residual = self._own is not None and self._own.scales is not None and self._group is None
-        """Whether the residual is best added here: behind dense weights, and sums over ranks, the norm adds it."""
+        """Whether the residual is best added here: after dense weights, and sums over ranks, the norm adds it."""
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x: `[…, input width]`; residual: what is added to the output, of the same shape."""

@@ -65,7 +65,7 @@ class HeadOutputs:
 class MtpHead:
     """A head beside a packed trunk, whose embeddings and output matrix it borrows.
 
-    Its keys and values are one more layer of each sequence's state; the hidden states that it has yet to read another.
+    Each sequence's state has two more layers for it: its keys and values, and the hidden states that it is yet to read.
     """
 
     def __init__(self, trunk: PackedModel, module: HeadModule, report: str) -> None:

@@ -145,7 +145,7 @@ def takes(module: nn.Module, parameter: str) -> bool:
 
 @dataclass(slots=True)
 class Tap:
-    """Settings of the final norm's wrapper for the current step."""
+    """What the current step wants of the final norm's wrapper, and what that keeps for it."""
 
     picks: mx.array | None = None
     """Indices of the packed tokens whose logits are wanted; None for all."""

@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 LENGTH = 12
 """Tokens per row."""
 LONG_CHUNK = SHORT_ROW_TOKENS + 4
-"""Tokens that the first row has besides where kernels of ours stand: more than a window of theirs takes."""
+"""Tokens that the first row has besides with our CUDA kernels: more than one of their windows holds."""
 STEPS = (((5, 0), (0, 0)), ((2, 0), (6, 0)), ((1, 2), (1, 1)), ((1, 2), (2, 0)), ((3, 0), (3, 0)))
 """Per step and row: tokens of the row, then junk drafts that are rejected."""
-WITHOUT_KERNELS = "layers made of kernels of ours differ from the untouched model's: they run as on other devices"
+WITHOUT_KERNELS = "results of our CUDA kernels differ from mlx-lm's: these layers run without them"
 TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2}
-"""Largest difference of a logit, relative to the largest logit, by precision: what summation orders make."""
+"""By precision: the largest difference of a logit, relative to the largest logit, that other orders of sums make."""
 MOST_NOISE = 4
 """Times the tolerance: a model whose results depend on the cut more than that is beyond comparison."""
 

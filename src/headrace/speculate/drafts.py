@@ -16,7 +16,7 @@ from headrace.sampling.rows import pick
 
 
 class Source(StrEnum):
-    """The drafter."""
+    """Where a draft comes from."""
 
     FORCED = "forced"
     """A grammar that allows one token only."""
@@ -27,7 +27,7 @@ class Source(StrEnum):
 
 
 class RankedDraft(NamedTuple):
-    """One draft: its drafter, its evidence, and its acceptance if those before it are accepted.
+    """One draft: its source, its evidence, and its expected acceptance if those before it are accepted.
 
     grade: of a copy's confidence, from 0; for a model the number of its drafts before this one.
     """

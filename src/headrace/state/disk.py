@@ -4,7 +4,7 @@
     tier.advance(seconds)                                      # a slice of handing it to the thread that writes
     match = tier.match(namespace, key, limit)                  # the longest state on disk
     load = tier.load(match, num_held)                          # begins to read
-    load.advance(seconds); load.loaded                         # a slice of making arrays; the records
+    load.advance(seconds)                                      # a slice of making its records
 
 The engine's thread owns arrays and calls all of this; two threads of the tier's own read and write files and see
 NumPy arrays only. Nothing here waits for a disk, and nothing that goes wrong with one fails a request: what can't be

@@ -244,7 +244,7 @@ def _joined(parts: Sequence[mx.array]) -> mx.array:
 
 
 def _padded(rows: Sequence[mx.array | None], length: int, like: mx.array, fill: float) -> mx.array:
-    """Rows `[1, n, …]`, or None, each behind `fill`: `[B, length, …]`."""
+    """Rows `[1, n, …]`, or None, each padded with `fill` at its front: `[B, length, …]`."""
     padded = []
     for row in rows:
         tokens = mx.zeros((1, 0, *like.shape[2:]), like.dtype) if row is None else row

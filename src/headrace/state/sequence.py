@@ -1,4 +1,4 @@
-"""Everything that one sequence has computed: `checkpoint`, `restore`, `commit`, `rollback`."""
+"""Everything that one sequence has computed, changed by `begin`, `commit`, `rollback` and `restore` only."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class SequenceState:
             raise RuntimeError("no layer of the state has been filled since its restore")
 
     def is_finite(self) -> bool:
-        """Whether the last token has left numbers in all layers. What lost them earlier has none there either.
+        """Whether the last token's state is finite in all layers: a NaN or infinity of an earlier one propagates to it.
 
         Waits for the device. Raises RuntimeError if `is_untouched`; not at length 0.
         """

@@ -25,8 +25,9 @@ from headrace.state.layer import LayerKey
 from headrace.state.slabs import Slab
 
 SHORT_ROW_TOKENS = 80
-"""Rows of at most so many tokens go through our kernel together, longer ones as `Kernels.attention_pairs` says. A
-prediction head leaves fewer unread (speculate/speculator.py), of which the library took 40 ms and more for each row."""
+"""Rows of at most this many tokens are short: our kernel computes them together, and longer ones as
+`Kernels.attention_pairs` says. The windows of a prediction head are shorter (speculate/speculator.py), because the
+library took 40 ms and more for each of their rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class GatedDeltaMixer(nn.Module):
     def _token(
         self, context: mx.array, state: mx.array, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """The normalised outputs of one token of each of B rows `[1, B, channels]`, and contexts and states behind it.
+        """The normalised outputs of one token of each of B rows `[1, B, channels]`, and contexts and states after it.
 
         Run compiled: on a CPU the host takes longer to build these operations one by one than they take.
         """
