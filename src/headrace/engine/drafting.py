@@ -105,7 +105,7 @@ class StepReports:
                 one.gained[-1] in one.live.request.stop_token_ids,
             )
             for one in windows
-            if one.chunk.output_index > 0 and one.gained
+            if not one.chunk.is_prompt and one.gained
         ]
         was_overlapped = [one.launched is not None for one in windows]
         self._is_mixed = len(verified) < len(windows) or (any(was_overlapped) and not all(was_overlapped))

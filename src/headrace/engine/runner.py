@@ -230,7 +230,7 @@ class Runner:
 
     def _snapshot_points(self, chunk: Chunk) -> tuple[int, ...]:
         """Lengths up to the chunk's end at which a prompt leaves snapshots."""
-        if chunk.output_index > 0:
+        if not chunk.is_prompt:
             return ()
         return self._prefixes.snapshot_points(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
 
@@ -244,7 +244,7 @@ class Runner:
         sampled = isolate_each(windows, Window.sampling_rows, Window.fail)
         numbers = [number for one, own in zip(windows, sampled, strict=True) if own for number in one.sampled_logits]
         draws = Draws(logits, numbers, [row for own in sampled for row in own])
-        prompts = [one for one in windows if one.chunk.output_index == 0]
+        prompts = [one for one in windows if one.chunk.is_prompt]
         states = self._model.launch(logits, rows) if prompts else self._model.unevaluated(rows)
         if prompts:
             self._close_prompts(prompts)  # copies of the states are launched after them
@@ -290,7 +290,7 @@ class Runner:
             live.state.commit(num_committed)
         if not is_drawn:
             live.is_sound = False
-        elif chunk.samples and chunk.output_index == 0:
+        elif chunk.samples and chunk.is_prompt:
             self._prefixes.store(chunk.request_id, live.token_ids, live.state)
         results: list[ChunkResult] = []
         failures: list[ChunkFailure] = []  # an error below fails all of these sequences, each of them once
