@@ -45,7 +45,7 @@ def logits_of(model: PackedModel, windows: Sequence[Window], rows: Sequence[Row]
         ids = packed_ids([(one.chunk.token_ids, one.drafts) for one in new])
         # unused logits are never computed: only what is evaluated is
         parts.append(model.forward(rows, picks or [num_tokens - 1], ids))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return mx.concatenate(parts)
 
 
 class Draws:

@@ -78,7 +78,7 @@ def merge_groups(groups: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:
     Every row is in exactly one group.
     """
     rows = [row for numbers, _ in groups for row in numbers]
-    joined = groups[0][1] if len(groups) == 1 else mx.concatenate([values for _, values in groups])
+    joined = mx.concatenate([values for _, values in groups])
     return pick(joined, sorted(range(len(rows)), key=rows.__getitem__))
 
 

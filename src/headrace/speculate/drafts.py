@@ -45,7 +45,7 @@ class DraftBatch:
 
     def __init__(self, by_depth: Sequence[mx.array]) -> None:
         """by_depth: drafts `[R]` int32 at each depth, of ever fewer sequences: the first ones."""
-        self.ids = by_depth[0] if len(by_depth) == 1 else mx.concatenate(list(by_depth))
+        self.ids = mx.concatenate(list(by_depth))
         self._starts = list(accumulate([ids.shape[0] for ids in by_depth], initial=0))
         self._fetched = Fetched(self.ids)
         self._read: list[int] | None = None

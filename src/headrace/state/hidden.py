@@ -71,7 +71,7 @@ def gathered(parts: Sequence[HiddenRows]) -> mx.array:
     arrays = [array if (lo, hi) == (0, array.shape[1]) else array[:, lo:hi] for array, lo, hi in spans.values()]
     ends = accumulate([hi - lo for _, lo, hi in spans.values()], initial=0)
     starts = {key: end - lo for (key, (_, lo, _)), end in zip(spans.items(), ends, strict=False)}
-    joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=1)
+    joined = mx.concatenate(arrays, axis=1)
     wanted = [row for array, lo, hi in parts for row in range(starts[id(array)] + lo, starts[id(array)] + hi)]
     if wanted == list(range(joined.shape[1])):
         return joined

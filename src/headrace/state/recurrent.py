@@ -198,14 +198,14 @@ class PastRows:
         first, *others = self._rows
         if self._are_batch and (not self.are_settled or all(one.kept_all is first.kept_all for one in others)):
             return first.states(layer, self.are_settled)
-        return _joined([one.row_of(one.states(layer, self.are_settled)) for one in self._rows])
+        return mx.concatenate([one.row_of(one.states(layer, self.are_settled)) for one in self._rows])
 
     def contexts(self, layer: LayerKey) -> mx.array:
         """The raw inputs before the rows' tokens, `[B, num_context, channels]`."""
         windows, length = [one.batch.layers[layer].window for one in self._rows], self._num_context
         if not self._are_batch:
             pairs = zip(self._rows, windows, strict=True)
-            return _joined([one.row_of(window)[:, one.end - length : one.end] for one, window in pairs])
+            return mx.concatenate([one.row_of(window)[:, one.end - length : one.end] for one, window in pairs])
         first, *others = self._rows
         if all(one.end == first.end for one in others):
             return windows[0][:, first.end - length : first.end]
@@ -237,10 +237,6 @@ class PastRows:
         """Which tokens count, `[B, longest]`."""
         counts = [one.num_replay for one in self._rows]
         return mx.arange(max(counts)) < mx.array(counts)[:, None]
-
-
-def _joined(parts: Sequence[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
 
 
 def _padded(rows: Sequence[mx.array | None], length: int, like: mx.array, fill: float) -> mx.array:

@@ -48,7 +48,7 @@ def attend(
     outputs = [
         read_row(view, row, state, queries, scale, sinks, window) for row, state in zip(rows, states, strict=True)
     ]
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    return mx.concatenate(outputs, axis=2)
 
 
 def _attend_in_batches(
@@ -158,7 +158,7 @@ def read_row(
             cached=view.step.cached,
         )
         outputs.append(found)
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    return mx.concatenate(outputs, axis=2)
 
 
 def _parts(row: Row, has_window: bool, token_by_token: bool) -> list[tuple[int, int, bool]]:
@@ -270,7 +270,7 @@ def _attention(
             outputs.append(_folded(*part, scale, mask))
         else:
             outputs.append(mx.fast.scaled_dot_product_attention(*part, scale=scale, mask=mask, sinks=sinks))
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    return mx.concatenate(outputs, axis=2)
 
 
 def _blocks(

@@ -147,7 +147,7 @@ class CudaAttentionMixer(nn.Module):
             else found[:, row.lo : row.hi]
             for row, state, is_fused in zip(step.rows, states, plan.is_fused, strict=True)
         ]
-        return self._out(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1), residual)
+        return self._out(mx.concatenate(parts, axis=1), residual)
 
     def compute(
         self,
