@@ -213,6 +213,10 @@ class EngineDead(HeadraceError):
     status = 503
     code = "engine_dead"
 
+    @classmethod
+    def because(cls, reason: str | None) -> EngineDead:
+        return cls(f"the engine is not running: {reason}")
+
 
 class EngineHangs(HeadraceError):
     """The engines' process does not answer; it may go on."""

@@ -101,10 +101,6 @@ class EngineProcess:
         """As of the last report, some tenths of a second ago."""
         return self._memory_in_use
 
-    def exact_memory_in_use(self) -> int:
-        num_bytes: int = self.call_host(methodcaller("memory_in_use"))
-        return num_bytes
-
     def weights_bytes(self, config: Config) -> int:
         num_bytes: int = self.call_host(methodcaller("weights_bytes", config))
         return num_bytes
@@ -333,7 +329,7 @@ class RemoteCore:
         if self.death is not None:
             return
         self.death = death
-        error = EngineDead(f"the engine is not running: {death}")
+        error = EngineDead.because(death)
         if not self._is_ready.is_set():
             self.failed(error)
         self._process.fail_calls(self, error)

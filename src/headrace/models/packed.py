@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.cuda.shapes import LONGEST_WINDOW
 from headrace.backend.kernels import Kernels
-from headrace.backend.transfer import to_device
+from headrace.backend.transfer import pick, to_device
 from headrace.errors import ModelError
 from headrace.models.compiled import CompiledSteps
 from headrace.models.install import Patches
@@ -120,9 +120,7 @@ class PackedModel:
             mx.async_eval(found)
             parts.append(found[: len(wanted)])
             order += wanted
-        logits = mx.concatenate(parts)
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return logits if back == list(range(len(back))) else logits[to_device(back, mx.int32)]
+        return pick(mx.concatenate(parts), sorted(range(len(order)), key=order.__getitem__))
 
     def _graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None, loras: Loras | None) -> mx.array:
         step = self._pack(rows, picks, loras)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from headrace.backend.transfer import to_device
+from headrace.backend.transfer import pick
 from headrace.sampling.history import History, needs_history
 from headrace.types.request import GREEDY, SamplingParams
 
@@ -63,13 +63,6 @@ class SamplingRow:
 
 
 GREEDY_ROW = SamplingRow(GREEDY, 0)
-
-
-def pick(values: mx.array, rows: Sequence[int]) -> mx.array:
-    """The given rows of an array, without a copy if these are all of them in order."""
-    if list(rows) == list(range(values.shape[0])):
-        return values
-    return values[to_device(rows, mx.int32)]
 
 
 def merge_groups(groups: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from headrace.backend.transfer import Fetched, to_device
-from headrace.sampling.rows import pick
+from headrace.backend.transfer import Fetched, pick, to_device
 
 
 class Source(StrEnum):

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from headrace.backend.transfer import to_device
+from headrace.backend.transfer import pick
 from headrace.state.layer import LayerCost, LayerRecord, copy_of
 
 NUM_AGAIN = 7
@@ -73,9 +73,7 @@ def gathered(parts: Sequence[HiddenRows]) -> mx.array:
     starts = {key: end - lo for (key, (_, lo, _)), end in zip(spans.items(), ends, strict=False)}
     joined = mx.concatenate(arrays, axis=1)
     wanted = [row for array, lo, hi in parts for row in range(starts[id(array)] + lo, starts[id(array)] + hi)]
-    if wanted == list(range(joined.shape[1])):
-        return joined
-    return mx.take(joined, to_device(wanted, mx.int32), axis=1)
+    return pick(joined, wanted, axis=1)
 
 
 class HiddenState:

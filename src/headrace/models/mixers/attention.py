@@ -213,7 +213,7 @@ def _visible(num_queries: int, num_keys: int, window: int | None, positions: mx.
     return visible if window is None else visible & (key > query - window)
 
 
-def _within_window(num_queries: int, num_keys: int, window: int | None, num_behind: int = 0) -> mx.array | None:
+def _within_window(num_queries: int, num_keys: int, window: int | None, num_behind: int) -> mx.array | None:
     """As `_visible`, for queries that also see all later keys; None if they see all earlier ones as well.
 
     The last query stands `num_behind` keys before the last.
