@@ -41,7 +41,7 @@ def _aborted_or_failed(stages: PromptStages, cache: PrefixCache) -> None:
 
 
 def _left_out(stages: PromptStages, cache: PrefixCache) -> None:
-    cache.leave_out("first")
+    cache.exclude("first")
 
 
 @pytest.mark.parametrize("end", [_aborted_or_failed, _left_out])
@@ -93,7 +93,7 @@ def test_a_prompt_is_asked_for_a_snapshot_only_where_another_waits_for_it() -> N
     shared = WAIT_TOKENS - 1
     little = replace(SECOND, prompt=FIRST.prompt[:shared] + tokens(2, 100))
     assert isinstance(stages.prepare(little), PromptPlan)
-    assert cache.snapshot_points("first", 0, shared) == ()
+    assert cache.begin_chunk("first", 0, shared) == ()
     much = replace(THIRD, prompt=FIRST.prompt[: shared + 201] + tokens(3, 100))
     assert stages.prepare(much) is WaitReason.PREFIX
-    assert cache.snapshot_points("first", shared, 500) == (shared + 201, 499)
+    assert cache.begin_chunk("first", shared, 500) == (shared + 201, 499)

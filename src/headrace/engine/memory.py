@@ -124,7 +124,7 @@ def state_pool(
     """
     if not model.is_compiled:
         return StatePool(has_batches=model.kernels.attends_in_batches, kv_forms=kv_forms)
-    share, (fixed, per_token) = budget_bytes // 4, cost.slot_bytes
+    share, fixed, per_token = budget_bytes // 4, cost.fixed_bytes, cost.token_bytes
     most_tokens = min(max_num_seqs * slot_capacity(longest), _MOST_SLAB_TOKENS, share // max(per_token, 1))
     slab_tokens = max(SLAB_TOKENS, 1 << most_tokens.bit_length() - 1)
     return StatePool(slab_tokens, max(1, min(max_num_seqs, share // max(fixed, 1))))

@@ -1,8 +1,8 @@
 """The prefix cache with its states: what prompts leave for later ones.
 
-A stage before the start of a request: `prepare` finds the cached prefix. The runner restores it, takes snapshots at
-`snapshot_points`, and hands over what a sequence has computed when its prompt is done and when its row is freed. All of
-that happens between steps, on the engine's thread.
+A stage before the start of a request: `prepare` finds the cached prefix. The runner restores it, takes snapshots where
+`begin_chunk` says, and hands over what a sequence has computed when its prompt is done and when its row is freed. All
+of that happens between steps, on the engine's thread.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class PrefixCache:
     def _can_snapshot(self, prompt: _Prompt, length: int) -> bool:
         return length > prompt.num_computed and length >= self._shortest_prefix
 
-    def lookup(self, request_id: str) -> Lookup:
+    def lookup_of(self, request_id: str) -> Lookup:
         return self._prompts[request_id].lookup
 
     def lock(self, lookup: Lookup) -> Lookup:
@@ -229,14 +229,17 @@ class PrefixCache:
         assert snapshot is None or isinstance(snapshot, SequenceRecord)
         state.restore_parts(held.num_tokens, spans, snapshot)
 
-    def leave_out(self, request_id: str) -> None:
+    def exclude(self, request_id: str) -> None:
         """The request's prompt is sparse: nothing of it is kept, and no request waits for it."""
         if (prompt := self._prompts.get(request_id)) is not None:
             prompt.is_done = prompt.is_sparse = True
             prompt.snapshot_points.clear()
 
-    def snapshot_points(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
-        """Lengths after `start`, up to and with `end`, at which the request's prompt leaves snapshots."""
+    def begin_chunk(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
+        """Note that the prompt's tokens `start` to `end` are being computed, the first ones as a use of what was found.
+
+        Returns the lengths after `start`, up to and with `end`, at which they leave snapshots.
+        """
         if (prompt := self._prompts.get(request_id)) is None:
             return ()
         if not prompt.has_begun:  # not before: a waiting request may be looked up again and again
@@ -247,7 +250,7 @@ class PrefixCache:
         prompt.num_computed = max(prompt.num_computed, end)
         return tuple(sorted(length for length in prompt.snapshot_points if start < length <= end))
 
-    def keep(self, request_id: str, snapshots: Mapping[int, SequenceRecord]) -> None:
+    def add_snapshots(self, request_id: str, snapshots: Mapping[int, SequenceRecord]) -> None:
         """Take over snapshots from a chunk of the prompt."""
         if (prompt := self._prompts.get(request_id)) is not None:
             prompt.snapshots.update(snapshots)

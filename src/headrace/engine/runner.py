@@ -192,9 +192,11 @@ class Runner:
         if launched is not None:
             window.launched, window.is_committed = launched, True
             return window
-        num_certain = len(chunk.token_ids)
-        points = tuple([each for each in self._snapshot_points(chunk) if each < chunk.start + num_certain])
-        live.state.begin(window.num_tokens, num_certain, points)
+        num_certain, end, points = len(chunk.token_ids), chunk.start + len(chunk.token_ids), tuple[int, ...]()
+        if chunk.is_prompt:
+            points = self._prefixes.begin_chunk(chunk.request_id, chunk.start, end)
+            window.leaves_snapshot = end in points
+        live.state.begin(window.num_tokens, num_certain, tuple([each for each in points if each < end]))
         return window
 
     def _new(self, request: GenerationRequest) -> LiveSequence:
@@ -227,12 +229,6 @@ class Runner:
             return None
         assert self._constraints is not None, "the engine refuses constraints that it has no factory for"
         return self._constraints.begin(request.constraint, request.stop_token_ids)
-
-    def _snapshot_points(self, chunk: Chunk) -> tuple[int, ...]:
-        """Lengths up to the chunk's end at which a prompt leaves snapshots."""
-        if not chunk.is_prompt:
-            return ()
-        return self._prefixes.snapshot_points(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
 
     def _compute(self, windows: Sequence[Window]) -> None:
         """Compute the windows' results with at most one forward and one wait for the device."""
@@ -323,9 +319,9 @@ class Runner:
         """Give the prefix cache copies of the states after a prompt's chunk; it stores them once a token is drawn."""
         chunk, live = window.chunk, window.live
         snapshots = live.state.take_snapshots()
-        if live.state.length in self._snapshot_points(chunk):
+        if window.leaves_snapshot:
             snapshots[live.state.length] = live.state.snapshot()
-        self._prefixes.keep(chunk.request_id, snapshots)
+        self._prefixes.add_snapshots(chunk.request_id, snapshots)
         if chunk.samples:
             self._prefixes.copy(chunk.request_id, live.state)
 
@@ -371,18 +367,18 @@ class Runner:
         ended = [live for live in found if live is not None and live.record is None]
         if not ended:
             return
-        with isolated(partial(self._forget_answers, ended)), self._pool.together():
-            isolate_each(ended, self._keep_answer, _forget_answer)
+        with isolated(partial(self._evict_failed_copies, ended)), self._pool.together():
+            isolate_each(ended, self._store_answer, _log_unstored)
         for live in ended:
             live.state.release()
 
-    def _keep_answer(self, live: LiveSequence) -> None:
+    def _store_answer(self, live: LiveSequence) -> None:
         if self._prefixes.is_on and live.is_sound and live.state.length:
             self._catch_up([live])
             was_drawn_from = live.num_output > 0
             self._prefixes.store(live.request.request_id, live.token_ids, live.state, was_drawn_from=was_drawn_from)
 
-    def _forget_answers(self, ended: Sequence[LiveSequence], error: Exception) -> None:
+    def _evict_failed_copies(self, ended: Sequence[LiveSequence], error: Exception) -> None:
         # the answers are complete, but the copies of their states failed together, as they were launched together
         logger.error("the states of %d ended sequences are not stored in the prefix cache", len(ended), exc_info=error)
         self._prefixes.evict(sys.maxsize)
@@ -395,5 +391,5 @@ class Runner:
         self._live.clear()
 
 
-def _forget_answer(live: LiveSequence, error: Exception) -> None:
+def _log_unstored(live: LiveSequence, error: Exception) -> None:
     logger.error("the state of %s is not stored in the prefix cache", live.request.request_id, exc_info=error)

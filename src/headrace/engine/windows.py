@@ -120,6 +120,7 @@ class Window:
     tokens of the chunk need logits.
     lo: its first row among the step's logits.
     launched: its logits, if they were launched with the last step.
+    leaves_snapshot: the prompt leaves a snapshot at its end.
     is_committed: the state has committed its tokens, which are all certain.
     error: why the row failed.
     gained, forked: tokens that the sequence gains, and the first one of each fork.
@@ -137,6 +138,7 @@ class Window:
     following: tuple[int, ...] = ()
     lo: int = 0
     launched: LaunchedLogits | None = None
+    leaves_snapshot: bool = False
     is_committed: bool = False
     error: Exception | None = None
     gained: Sequence[int] = ()

@@ -14,7 +14,7 @@ import mlx.core as mx
 from headrace.backend.transfer import Fetched, pick, to_device
 
 
-class Source(StrEnum):
+class DraftSource(StrEnum):
     """Where a draft comes from."""
 
     FORCED = "forced"
@@ -31,7 +31,7 @@ class RankedDraft(NamedTuple):
     grade: of a copy's confidence, from 0; for a model the number of its drafts before this one.
     """
 
-    source: Source
+    source: DraftSource
     grade: int
     estimate: float
 

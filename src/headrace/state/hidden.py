@@ -61,7 +61,7 @@ class _Piece:
         return _Piece(copy_of(self.array[:, self.lo : self.hi]), 0, num_rows, num_rows)
 
 
-def gathered(parts: Sequence[HiddenRows]) -> mx.array:
+def gathered_rows(parts: Sequence[HiddenRows]) -> mx.array:
     """The rows concatenated, `[1, T, hidden]`: one launch per array and one more, whatever their number."""
     spans: dict[int, HiddenRows] = {}
     for array, lo, hi in parts:
@@ -121,7 +121,7 @@ class HiddenState:
 
     def part(self, start: int, end: int) -> mx.array:
         """The same rows, `[1, end - start, hidden]`."""
-        return gathered(self.places(start, end))
+        return gathered_rows(self.places(start, end))
 
     def mark_processed(self, num_processed: int) -> None:
         """The head now has the entries before `num_processed`: keep what later ones need, and NUM_AGAIN rows more."""

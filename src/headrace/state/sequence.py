@@ -35,11 +35,14 @@ class StateCost:
         return not all(layer.in_slots for layer in self.layers)
 
     @property
-    def slot_bytes(self) -> tuple[int, int]:
-        """Bytes that don't depend on the length, and bytes of a token in a slot."""
-        return sum(layer.fixed for layer in self.layers), sum(
-            layer.per_token for layer in self.layers if layer.in_slots
-        )
+    def fixed_bytes(self) -> int:
+        """Bytes that don't depend on the length."""
+        return sum(layer.fixed for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in a slot."""
+        return sum(layer.per_token for layer in self.layers if layer.in_slots)
 
     def num_bytes(self, num_tokens: int) -> int:
         capacity = slot_capacity(num_tokens, is_fine=self.has_fine_slots)
