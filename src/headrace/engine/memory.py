@@ -119,7 +119,7 @@ def state_pool(
 ) -> StatePool:
     """Where the engine's sequences have their states, of at most `longest` tokens each. kv_forms: see `StatePool`.
 
-    Compiled steps find them in arrays that stay from the start, since other sizes would be other forms of steps: a
+    Compiled steps find them in arrays that stay from the start, since other sizes would be other variants of steps: a
     quarter of the budget at most for keys and values, and another for running states.
     """
     if not model.is_compiled:

@@ -80,7 +80,7 @@ def pieces_for(
                 found.append(WarmUpPiece(num_rows, sampling=sampling, drafts=_with_head_prefills(max_drafts)))
         windows = _sizes(next_power_of_two, 1 + max_drafts)
         found += [WarmUpPiece(num_rows, drafts=_both(length - 1)) for length in windows[1:-1]]
-        # steps of as many tokens, whose windows may be of any length, have one form
+        # steps of as many tokens, whose windows may be of any length, have one variant
         found += [WarmUpPiece(num_rows, length) for length in _sizes(next_power_of_two, LONGEST_WINDOW)]
         if max_drafts:
             found += _short_prompts_beside_drafts(num_rows, max_drafts)
