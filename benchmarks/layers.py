@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -32,6 +33,7 @@ from headrace.backend.cuda.shapes import (
     LONGEST_WINDOW,
     DeltaTable,
     DeltaWeights,
+    Prepared,
     ProjectedHeads,
     Projection,
     Stash,
@@ -42,7 +44,7 @@ from headrace.backend.device import DeviceKind
 
 
 def delta_layers(kind: DeviceKind) -> Iterator[Case]:
-    """A step's rows from projection to norm, a chunk's inputs, and the gated norm."""
+    """A step's rows from projection to norm, a chunk's inputs and its scan, and the gated norm."""
     sizes = sizes_of(kind)
     shape, heads = sizes.delta, sizes.delta.num_v_heads
     weights = DeltaWeights(
@@ -57,6 +59,8 @@ def delta_layers(kind: DeviceKind) -> Iterator[Case]:
         yield _step(sizes, weights, num_rows, num_tokens)
     for num_tokens in sizes.chunks:
         yield _prepare(sizes, weights, num_tokens)
+        for num_rows, form in product((1, 7), ("tokens", "blocks") if mx.cuda.is_available() else ("operations",)):
+            yield _scan(sizes, num_rows, num_tokens, form)
     for num_tokens in sizes.num_tokens:
         yield _gated_norm(sizes, weights, num_tokens)
 
@@ -133,6 +137,38 @@ def _prepare(sizes: LayerSizes, weights: DeltaWeights, num_tokens: int) -> Case:
         read + num_bytes(step(x, 0)),
         Chain(x, step),
         error_of_all(wanted),
+    )
+
+
+def _scan(sizes: LayerSizes, num_rows: int, num_tokens: int, form: str) -> Case:
+    """Rows of equal lengths that continue from states; form: what a kernel computes at once."""
+    shape, table, packed = sizes.delta, _table(sizes, num_rows), num_rows * num_tokens
+    keys = mx.random.normal((2, packed, shape.num_k_heads, shape.head_k_dim), dtype=mx.float32)
+    queries, keys = keys / mx.linalg.norm(keys, axis=-1, keepdims=True)
+    gates = mx.random.uniform(0.8, 1.0, (2, packed, shape.num_v_heads))
+    tokens = Prepared(
+        (queries * shape.head_k_dim**-0.5).astype(sizes.dtype),
+        keys.astype(sizes.dtype),
+        normal(sizes, packed, shape.num_v_heads, shape.head_v_dim),
+        *gates,
+    )
+    rows = [(row * num_tokens, num_tokens, num_tokens, 0, row, 2 * row, -1, 0, 0) for row in range(num_rows)]
+    plan, stops = mx.array(rows, mx.int32), mx.array([0], mx.int32)
+    mx.eval(tokens, table, plan, stops)
+    q, k, v, g, beta = (double(array)[:num_tokens] for array in tokens)
+    wanted, _, _ = right.scan(q, k, v, g, beta, double(table.state)[0], None)
+
+    def step(v: mx.array, _: int) -> list[mx.array]:
+        # the state continues from call to call; the first one's result is compared
+        return list(delta.scan_chunks(plan, stops, tokens._replace(v=v), table.state, in_blocks=form == "blocks"))[:1]
+
+    return case_of(
+        "delta.scan_chunks",
+        rows_name(num_rows, num_tokens),
+        num_bytes(tokens) + tokens.v.nbytes + 2 * table.state.nbytes,
+        Chain(tokens.v, step),
+        error_of_first(wanted, lambda y: y[:num_tokens]),
+        form,
     )
 
 

@@ -20,7 +20,7 @@ from headrace.clients.text import command_line  # noqa: E402
 PAGE = ROOT / "docs" / "clients.md"
 BEGIN = "<!-- scripts/clients_page.py writes from here … -->\n"
 END = "<!-- … to here -->\n"
-EXAMPLE = Endpoint("http://127.0.0.1:8080", "NAME", 32768, 8192)
+EXAMPLE = Endpoint("http://127.0.0.1:8080", "NAME", 32768, 8192, takes_images=True)
 LANGUAGES = {".json": "json", ".yaml": "yaml", ".toml": "toml", ".env": "dotenv"}
 
 

@@ -104,9 +104,9 @@ def expand_media(text: str, sample: Sample, outer_pair: bool) -> str:
     return text.replace(IMAGE_MARK, pads)
 
 
-def rope_positions(ids: Sequence[int] | np.ndarray, pads: Iterable[int], grid: tuple[int, int]) -> np.ndarray:
+def rope_positions(ids: Sequence[int] | np.ndarray, pads: Iterable[int | None], grid: tuple[int, int]) -> np.ndarray:
     """M-RoPE positions [3, T]: text counts on, each block of placeholders spans its grid (height, width)."""
-    is_pad = np.isin(np.asarray(ids), list(pads))
+    is_pad = np.isin(np.asarray(ids), [pad for pad in pads if pad is not None])
     if not is_pad.any():
         return np.broadcast_to(np.arange(len(is_pad)), (3, len(is_pad)))
     height, width = grid

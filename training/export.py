@@ -44,7 +44,8 @@ def load_exported(folder: Path) -> Miniature:
             f"{path} does not fit: missing {sorted(wanted - set(weights))}, unexpected {sorted(set(weights) - wanted)}"
         )
     model.load_state_dict(weights)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def shipped(name: str, value: Tensor) -> Tensor:

@@ -36,7 +36,9 @@ class Hidden:
     second: Tensor | None
 
 
-def place(batch: Batch, device: torch.device, pads: tuple[int, int], generator: torch.Generator | None) -> Placed:
+def place(
+    batch: Batch, device: torch.device, pads: tuple[int | None, int | None], generator: torch.Generator | None
+) -> Placed:
     """Moves a batch to the device and draws its pictures there; `generator` varies them as in training."""
     ids = torch.from_numpy(batch.ids).to(device, non_blocking=True).long().flatten()
     learned = torch.from_numpy(batch.learned).to(device, non_blocking=True).flatten()

@@ -24,7 +24,7 @@ def traced(model: Miniature, ids: Tensor) -> tuple[Tensor, list[tuple[Tensor, Te
             mixed = scan(tuple(parts), 1)
         else:
             seen.append((parts[0], parts[1]))
-            mixed = attend(*parts, 1)
+            mixed = attend(parts[0], parts[1], parts[2], 1)
         x = layer.leave(x, mixed, gate)
     return model.model.language_model.norm(x), seen
 

@@ -222,7 +222,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         *parts, gate = ENTER(self, x, layout.offset, layout.cos, layout.sin)
-        mixed = scan(tuple(parts), layout.num_rows) if self.recurrent else attend(*parts, layout.num_rows)
+        if self.recurrent:
+            mixed = scan(tuple(parts), layout.num_rows)
+        else:
+            mixed = attend(parts[0], parts[1], parts[2], layout.num_rows)
         return LEAVE(self, x, mixed, gate)
 
 
@@ -329,7 +332,7 @@ class Miniature(nn.Module):
     def embed(self, ids: Tensor, features: Tensor | None = None, is_pad: Tensor | None = None) -> Tensor:
         """Token embeddings [N, hidden]; media features replace those of the placeholders."""
         x = self.model.language_model.embed_tokens(ids)
-        return x if features is None else x.masked_scatter(is_pad[:, None], features.to(x.dtype))
+        return x if features is None or is_pad is None else x.masked_scatter(is_pad[:, None], features.to(x.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.model.language_model.embed_tokens.weight.to(hidden.dtype)).float()

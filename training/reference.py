@@ -55,7 +55,7 @@ def main() -> None:
             grid = [sample.size[0] // PATCH, sample.size[1] // PATCH]
             arrays[f"{name}.grid"] = np.array([[groups, *grid]] if sample.clip else [[1, *grid]] * groups)
     out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(out, **arrays)
+    np.savez_compressed(out, allow_pickle=False, **arrays)
 
 
 if __name__ == "__main__":

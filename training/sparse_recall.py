@@ -101,7 +101,7 @@ class Reader:
         choices = mx.argmax(logits, axis=-1) if num_picks else mx.array([0])
         mx.eval(choices, state.arrays(), [] if recorder is None else recorder.arrays())
         state.rollback(0)
-        chosen: list[int] = choices.tolist()
+        chosen: list[int] = choices.tolist()  # type: ignore[assignment]
         return chosen
 
 

@@ -52,7 +52,7 @@ def train() -> Tokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     num_added = len(SPECIAL_TOKENS) + len(PLAIN_TOKENS)
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE - num_added,

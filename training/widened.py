@@ -193,7 +193,9 @@ def widen(
     widening = Widening(old, new)
     folder.mkdir(parents=True)
     weights: dict[str, mx.array] = {}
-    for name, array in mx.load(str(MINIATURE / "model.safetensors")).items():
+    stored = mx.load(str(MINIATURE / "model.safetensors"))
+    assert isinstance(stored, dict)
+    for name, array in stored.items():
         if "visual." not in name:
             own = np.array(array.astype(mx.float32))
             weights[name] = mx.array(widening.weight(name, own)).astype(dtype)

@@ -68,7 +68,7 @@ class FakeOpenAI:
         return Starlette(routes=routes)
 
     async def _list_models(self, request: Request) -> Response:
-        return JSONResponse(self.models)
+        return self.models if isinstance(self.models, Response) else JSONResponse(self.models)
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()

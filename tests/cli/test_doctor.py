@@ -51,7 +51,7 @@ def test_a_model_that_fits_has_a_context_and_room_for_requests() -> None:
     # 12 GB may be used, 5 are weights. A token takes 128 KiB; slots are powers of two: 32,768 tokens take 4.29 GB.
     assert list(fit(preview(5 * GB), GPU, 0.5, "auto").lines()) == [
         "fits: 5.00 GB of weights, 12.00 GB of memory may be used",
-        "context: 32768 tokens, the model's is 131072; 1 such requests at a time, 4.29 GB each",
+        "context: 32768 tokens, the model's is 131072; up to 1 such requests at a time, 4.29 GB and more each",
     ]
 
 
@@ -61,7 +61,7 @@ def test_keys_and_values_of_few_bits_leave_room_for_more_tokens() -> None:
     found = fit(preview(5 * GB), GPU, 0.5, "auto", kv_bits=4)
     assert found.state_bytes is not None
     assert found.state_bytes(131072) == 131072 * per_token
-    assert list(found.lines())[1].startswith("context: 131072 tokens, the model's full context; 1 such requests")
+    assert list(found.lines())[1].startswith("context: 131072 tokens, the model's full context; up to 1 such requests")
     assert 131072 * per_token < 7 * GB < 131072 * 32 * 2 * 8 * 128 * 2
 
 

@@ -132,7 +132,7 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     assert [config.model for config in asked] == ["some/where"]
     assert said[3:6] == [
         "fits: 4.00 GB of weights, 14.00 GB of memory may be used",
-        "context: 4096 tokens, the model's full context; 24 such requests at a time, 0.41 GB each",
+        "context: 4096 tokens, the model's full context; up to 24 such requests at a time, 0.41 GB and more each",
         "level of its layers",
     ]
     # What a session over the model has to say: the family, how it thinks, what its template takes.
@@ -236,12 +236,13 @@ def test_a_mistyped_built_in_model_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(name: str) -> None:
-        raise ModelError(f"{name!r} is neither a folder here nor a repository on Hugging Face")
+        raise ModelError(f"{name!r} is neither a folder here nor a repository on Hugging Face") from OSError()
 
     monkeypatch.setattr("headrace.engine.model_files.locate", refuse)
     for name, meant in (("miniture", "; did you mean miniature?\n"), ("gpt2", "on Hugging Face\n")):
-        assert main(["chat", name]) == 2
-        assert capsys.readouterr().err.endswith(meant)
+        for words in (["chat", name], ["serve", name, "--port", "0"]):
+            assert main(words) == 2
+            assert capsys.readouterr().err.endswith(meant)
 
 
 def test_a_word_that_resembles_nothing_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:

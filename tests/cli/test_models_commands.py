@@ -254,3 +254,19 @@ def test_show_says_what_does_not_fit(
     monkeypatch.setattr(show, "current", lambda: SMALL)
     assert main(["show", "miniature"]) == 0
     assert "fits: no" in capsys.readouterr().out
+
+
+def test_a_folder_without_weights_is_said_to_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "half"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MINIATURE / name, folder)
+    (folder / "pytorch_model.bin").write_bytes(b"0" * 1000)
+    assert main(["show", str(folder)]) == 0
+    assert "weights: none (no model*.safetensors), in " in capsys.readouterr().out
+    assert main(["show", "--json", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is None
+    assert main(["doctor", str(folder)]) == 2
+    said = capsys.readouterr()
+    assert "its weights are not there" in said.out and "such requests" not in said.out
+    assert "no model*.safetensors" in said.err

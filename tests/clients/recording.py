@@ -160,7 +160,8 @@ def main() -> None:
     given = parser.parse_args()
     served = (ServerProbe(given.url, given.key).models() or ())[0]
     assert served.context is not None
-    endpoint = Endpoint(SERVER, served.name, served.context, output_limit(served.context), given.key)
+    limit = output_limit(served.context)
+    endpoint = Endpoint(SERVER, served.name, served.context, limit, given.key, served.takes_images)
     for name in given.clients:
         with recording(given.url) as proxy, tempfile.TemporaryDirectory() as home:
             ended = launch(name, proxy.url, given.key, Path(home))

@@ -92,7 +92,8 @@ def test_lasting_files_are_our_own(client: Client) -> None:
 def test_the_settings_are_those_that_the_real_client_was_given(name: str) -> None:
     recorded = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
     context = recorded["context"]
-    endpoint = Endpoint(SERVER, recorded["model"], context, output_limit(context), recorded["key"])
+    limit = output_limit(context)
+    endpoint = Endpoint(SERVER, recorded["model"], context, limit, recorded["key"], takes_images=True)
     settings = CLIENTS[name].run_settings(endpoint, TEMPORARY)
     assert recorded["version"] == CLIENTS[name].version
     assert recorded["settings"]["environment"] == settings.environment

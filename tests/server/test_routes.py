@@ -295,6 +295,12 @@ def test_the_key_may_come_as_bearer_or_as_x_api_key_and_whatever_is_sent_is_righ
     assert send("GET", "/v1/models", config=KEY, headers=headers).status_code == status
 
 
+def test_a_key_without_its_scheme_is_told_from_a_wrong_one() -> None:
+    for given, said in (("secret", "must be `Bearer KEY`"), ("Bearer secret", "the API key is wrong")):
+        refused = send("GET", "/v1/models", config=KEY, headers={"authorization": given})
+        assert said in error_of(refused)["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
@@ -320,6 +326,12 @@ def test_a_path_with_its_prefix_missing_or_doubled_is_answered_with_the_one_that
     assert response.status_code == 404
     message = response.json()["error"]["message"]
     assert (f" {meant} is probably meant" in message) if meant else ("meant" not in message)
+
+
+def test_a_mistyped_path_is_answered_with_the_one_that_it_resembles() -> None:
+    response = send("POST", "/v1/chat/completion", json=BODY)
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].endswith("; did you mean /v1/chat/completions?")
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])

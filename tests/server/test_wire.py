@@ -17,12 +17,12 @@ import anthropic
 import httpx
 import openai
 import pytest
-from fakes import END, FakeEngine, fake_session
+from fakes import END, FakeEngine, fake_session, models_of
 from loopback import serving
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, GenerationFailed, Overloaded
-from headrace.server.run import base_url, open_listener
+from headrace.server.run import base_url, open_listener, serve
 
 PATIENCE_S = 20
 BODY = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
@@ -203,6 +203,15 @@ def test_a_taken_port_is_refused_before_any_model_is_loaded() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port} .*; --port 0 takes any free one"):
             open_listener(ServerConfig(port=port))
+
+
+def test_a_port_that_another_server_has_taken_while_this_one_loaded_is_refused_by_number() -> None:
+    with open_listener(ServerConfig(port=0)) as other:
+        config = ServerConfig(port=other.getsockname()[1])
+        with open_listener(config) as listener:  # neither listens yet
+            other.listen()
+            with pytest.raises(ConfigError, match=f"--port {config.port} .*; --port 0 takes any free one"):
+                serve(models_of(fake_session(FakeEngine("hi"))), config, listener, lambda: None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -48,12 +48,16 @@ class BenchClient:
     async def prepare(self) -> str | None:
         """Find the model if none was named; returns the `server` header, if there is one.
 
-        Raises ConfigError when the server can't be reached, or when no model was named and it lists none.
+        Raises ConfigError when the server can't be reached or wants another key, or when no model was named and it
+        lists none.
         """
         server: str | None = None
         try:
             response = await self._http.get("/v1/models")
             server = response.headers.get("server")
+            if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+                given = "refuses the key" if "authorization" in self._http.headers else "needs a key"
+                raise ConfigError(f"{self.target.label}: {self.target.url} {given}; --api-key KEY gives one")
             self.model = self.model or str(response.json()["data"][0]["id"])
         except httpx.ConnectError as error:
             raise ConfigError(

@@ -37,6 +37,9 @@ class Fit:
 
     def lines(self) -> Iterator[str]:
         """For a model that does not fit, with what to do."""
+        if not self.weights_bytes:
+            yield "its weights are not there: no model*.safetensors"
+            return
         weights = f"{gb(self.weights_bytes)} of weights"
         if self.held_bytes != self.weights_bytes:
             weights += (
@@ -53,7 +56,8 @@ class Fit:
             context = fitting_context(left, self.state_bytes, self.own_context)
             share = "the model's full context" if context == self.own_context else f"the model's is {self.own_context}"
             each = self.state_bytes(context)
-            yield f"context: {context} tokens, {share}; {left // each} such requests at a time, {gb(each)} each"
+            requests = f"up to {left // each} such requests at a time, {gb(each)} and more each"
+            yield f"context: {context} tokens, {share}; {requests}"
         if self.missing_bytes:
             free = f"{gb(self.free_disk_bytes)} of disk are free in {constants.HF_HUB_CACHE}"
             yield f"to fetch: {gb(self.missing_bytes)}; {free}"

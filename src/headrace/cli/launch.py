@@ -157,7 +157,8 @@ def _ready(probe: ServerProbe, name: str | None) -> Endpoint:
     wait_until(lambda: probe.warming() is None, lambda: f"the server at {probe.url} is {probe.warming() or 'ready'}")
     if model.context is None:
         raise ConfigError(f"the server at {probe.url} does not tell its context (max_model_len in /v1/models)")
-    return Endpoint(probe.url, model.name, model.context, output_limit(model.context), probe.key)
+    limit = output_limit(model.context)
+    return Endpoint(probe.url, model.name, model.context, limit, probe.key, model.takes_images)
 
 
 def _loaded(probe: ServerProbe, served: Sequence[ServedModel], name: str | None) -> ServedModel:

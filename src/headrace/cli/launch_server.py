@@ -37,6 +37,7 @@ class ServedModel:
     name: str
     context: int | None
     state: ModelState | None = None
+    takes_images: bool = False
 
 
 def is_loopback(host: str) -> bool:
@@ -76,7 +77,7 @@ class ServerProbe:
             raise OtherProgram(f"{self.url} is no server of models ({type(error).__name__})") from error
         if response.status_code in (401, 403):
             problem = "needs a key" if self.key is None else "refuses the key"
-            raise ConfigError(f"the server at {self.url} {problem} ({response.status_code})")
+            raise ConfigError(f"the server at {self.url} {problem}; --url-key KEY gives one")
         if response.status_code == 503:
             return None
         try:
@@ -115,7 +116,8 @@ class ServerProbe:
 def _served(model: Any) -> ServedModel:
     context = model.get("max_model_len")
     state = ModelState(model["state"]) if model.get("state") in set(ModelState) else None
-    return ServedModel(str(model["id"]), context if isinstance(context, int) else None, state)
+    takes_images = "image" in (model.get("modalities") or {}).get("input", ())
+    return ServedModel(str(model["id"]), context if isinstance(context, int) else None, state, takes_images)
 
 
 def address(config: ServerConfig) -> str:

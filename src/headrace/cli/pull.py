@@ -83,6 +83,8 @@ def _checked(name: str, given: argparse.Namespace) -> Repository | None:
         print(f"by its name this is {purpose}", flush=True)
     if given.force:
         return found
+    if not preview.weights_bytes:
+        raise ModelError(f"{name} has no model*.safetensors, so it can't be served; --force fetches it")
     if not fitting.fits:
         raise ModelError(f"{name} does not fit this machine, so it is not fetched; --force does")
     is_known = preview.files.is_encoder or has_text_model(preview.files) or runs_whole(preview.files)

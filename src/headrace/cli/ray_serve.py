@@ -8,7 +8,7 @@ from headrace.cli.configured import served_models
 from headrace.cli.serve_models import load_session
 from headrace.config import Config
 from headrace.config_loading import warn_of_unknown_variables
-from headrace.engine.model_files import model_files
+from headrace.engine.model_files import model_files, model_name
 from headrace.engine.remote import EngineProcess
 from headrace.errors import ConfigError
 from headrace.replicas.loaded import LoadedReplica
@@ -28,7 +28,7 @@ def run(config: Config) -> None:
         url, port = base_url(listener), listener.getsockname()[1]
     print(f"loading {config.model}", flush=True)
     model_files(config)  # downloaded once, before the replicas look for them
-    name = (*config.server.served_model_name, config.model)[0]
+    name = (*config.server.served_model_name, model_name(config.model))[0]
     serve_replicas(config, load, port, lambda: print(f"{name} is served at {url}/v1", flush=True))
 
 

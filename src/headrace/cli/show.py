@@ -49,7 +49,7 @@ def _facts(found: Preview, here: Device, fitting: Fit) -> dict[str, Any]:
         "layers": None if estimated is None else dict(estimated.layers),
         "weights_bytes": found.weights_bytes,
         "missing_bytes": found.missing_bytes,
-        "fits": fitting.fits,
+        "fits": fitting.fits if found.weights_bytes else None,
         "fitting_context": _fitting_context(fitting, estimated),
         "state_bytes_per_token": None if estimated is None else _bytes_per_token(estimated),
         "licence": licence_of(files.directory),
@@ -98,7 +98,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{facts['name']}: {facts['kind']}, {facts['architecture'] or facts['model_type']} ({facts['model_type']})"
     yield f"family: {facts['family'] or 'unknown'}"
     parameters = facts["parameters"]
-    yield f"parameters: {'not known before loading' if parameters is None else _count(parameters)}"
+    part = ", of the text model" if "images" in facts["modalities"] else ""
+    yield f"parameters: {'not known before loading' if parameters is None else _count(parameters) + part}"
     yield f"quantisation: {facts['quantization']}"
     yield f"context: {facts['context'] or 'not stated'} tokens"
     yield f"takes: {', '.join(facts['modalities'])}"
@@ -111,7 +112,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["layers"] is not None:
         yield f"layers: {', '.join(f'{name}: {level}' for name, level in facts['layers'].items())}"
     here = f"{gb(facts['missing_bytes'])} to fetch" if facts["missing_bytes"] else f"in {facts['folder']}"
-    yield f"weights: {gb(facts['weights_bytes'])}, {here}"
+    weights = facts["weights_bytes"]
+    yield f"weights: {gb(weights) if weights else 'none (no model*.safetensors)'}, {here}"
     yield f"fits: {_words(facts['fits'], _room(facts), 'no, `headrace doctor MODEL` says why')}"
     yield f"licence: {facts['licence'] or 'not stated in its files'}"
 

@@ -57,7 +57,7 @@ def _llm_settings(endpoint: Endpoint, folder: str) -> Settings:
         "api_key_name": "headrace",
         "supports_tools": True,
         "supports_schema": True,
-        "vision": True,
+        "vision": endpoint.takes_images,
     }
     files = (
         SettingsFile(f"{folder}/extra-openai-models.yaml", json_text([model])),

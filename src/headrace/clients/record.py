@@ -27,6 +27,7 @@ class Endpoint:
     context: int
     output_limit: int
     key: str | None = None
+    takes_images: bool = False
 
     @property
     def base_url(self) -> str:

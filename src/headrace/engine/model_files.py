@@ -69,7 +69,7 @@ def built_in_suggested(name: str) -> Iterator[None]:
         message = with_suggestion(error.message, name, (*IN_PACKAGE, "smollm2"))
         if message == error.message or not is_hub_id(name):
             raise
-        raise ModelError(message) from error
+        raise ModelError(message) from error.__cause__
 
 
 def preview(config: Config) -> Preview:

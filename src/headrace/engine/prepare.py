@@ -112,7 +112,7 @@ def prepare(
     max_model_len = chosen_context(knobs.max_model_len, own_context, memory, context_share)
     disk = open_disk_tier(config, files.directory, loaded, drafting.origin, parts.tower, kv.sample, budget_bytes, here)
     wired = () if here.mac is None else (wire(here.mac, knobs.wired, held.weights_bytes + held.others_bytes),)
-    report = (*_device_lines(here, products), *wired, *parts.report(_context_line(max_model_len, cost, memory)))
+    report = (*_device_lines(here, products), *wired, *parts.report(_context_line(max_model_len, memory)))
     report += () if disk is None else (disk.report,)
     report += () if draft is None else (report_line(draft, config, of_draft),)
     caches, stages = _make_caches(config, files.name, cost, disk, parts.tower, budget_bytes, rank_setup.lead)
@@ -220,9 +220,9 @@ def _device_lines(here: Device, products: blas.BlasReport) -> tuple[str, ...]:
     )
 
 
-def _context_line(num_tokens: int, cost: StateCost, memory: MemoryBudget) -> str:
+def _context_line(num_tokens: int, memory: MemoryBudget) -> str:
     return (
-        f"context: {num_tokens} tokens, {cost.num_bytes(num_tokens) / 1e9:.2f} GB of state at full length; "
+        f"context: {num_tokens} tokens, {memory.cost(num_tokens) / 1e9:.2f} GB of state at full length; "
         f"{memory.budget_bytes / 1e9:.1f} GB for all, {memory.budget_bytes // max(1, memory.cost(num_tokens))} such "
         "requests at a time"
     )

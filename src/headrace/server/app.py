@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.config import ServerConfig
+from headrace.config_loading import with_suggestion
 from headrace.errors import HeadraceError, InvalidRequest, MethodNotAllowed, NotFound
 from headrace.server.adapter_routes import AdapterRoutes
 from headrace.server.answers import AnswerRoute, chat_dialect, completion_dialect, messages_dialect
@@ -141,9 +142,11 @@ def _meant_path(request: Request) -> str | None:
 
 def _translated(request: Request, error: HTTPException) -> HeadraceError:
     if error.status_code == 404:
-        meant = _meant_path(request)
-        hint = "" if meant is None else f"; {meant} is probably meant: check the client's base URL"
-        return NotFound(f"there is no route {request.url.path}{hint}")
+        unknown = f"there is no route {request.url.path}"
+        if (meant := _meant_path(request)) is not None:
+            return NotFound(f"{unknown}; {meant} is probably meant: check the client's base URL")
+        routes = [route.path for route in request.app.routes if isinstance(route, Route)]
+        return NotFound(with_suggestion(unknown, request.url.path, routes))
     if error.status_code == 405:
         return MethodNotAllowed(f"{request.url.path} does not take {request.method}")
     return InvalidRequest(error.detail)

@@ -26,7 +26,8 @@ def client_routes(models: Models, config: ServerConfig) -> list[Route]:
         name = request.query_params.get("model")
         entry = models.main if name is None else models.resolve(name).entry
         context = entry.outline.max_model_len or _UNKNOWN_CONTEXT
-        endpoint = Endpoint(url, entry.name, context, output_limit(context), key)
+        takes_images = "image" in entry.outline.inputs
+        endpoint = Endpoint(url, entry.name, context, output_limit(context), key, takes_images)
         data = [client_json(client, endpoint) for client in CLIENTS.values()]
         return JSONResponse({"object": "list", "data": data})
 

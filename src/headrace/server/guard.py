@@ -232,6 +232,8 @@ def _refusal(scope: Scope, headers: Headers, error: HeadraceError) -> Response:
 
 
 def _key_error(headers: Headers) -> HeadraceError:
+    if not _bearer(headers.get("authorization", "Bearer KEY")):
+        return AuthenticationFailed("the Authorization header must be `Bearer KEY`")
     if "authorization" in headers or "x-api-key" in headers:
         return AuthenticationFailed("the API key is wrong")
     return AuthenticationFailed("an API key is needed: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`")

@@ -81,9 +81,13 @@ def open_listener(config: ServerConfig) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        advice = "; --port 0 takes any free one" if error.errno == errno.EADDRINUSE else ""
-        raise ConfigError(f"--port {config.port} on {config.host}: {error.strerror or error}{advice}") from error
+        raise _port_error(config, error) from error
     return listener
+
+
+def _port_error(config: ServerConfig, error: OSError) -> ConfigError:
+    advice = "; --port 0 takes any free one" if error.errno == errno.EADDRINUSE else ""
+    return ConfigError(f"--port {config.port} on {config.host}: {error.strerror or error}{advice}")
 
 
 def base_url(listener: socket.socket) -> str:
@@ -97,9 +101,13 @@ def serve(models: Models, config: ServerConfig, listener: socket.socket, announc
     """Serve until SIGINT or SIGTERM. `announce` is called once connections are accepted.
 
     Returns the seconds left until the process must have ended. From here on signals are the server's. Raises
-    KeyboardInterrupt after a second SIGINT, upon which the process should end at once, and EngineDead if the engine has
-    died.
+    ConfigError if another process has taken the port since `open_listener`, KeyboardInterrupt after a second SIGINT,
+    upon which the process should end at once, and EngineDead if the engine has died.
     """
+    try:
+        listener.listen()
+    except OSError as error:
+        raise _port_error(config, error) from error
     shorten_switch_interval()
     server = HttpServer(models, config, announce)
     # Everything loaded so far stays. A full collection that searches it stops all threads for up to 0.3 s.
@@ -186,11 +194,7 @@ class HttpServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening. Raises ConfigError if another process has taken the port meanwhile."""
-        try:
-            await super().startup(sockets)
-        except OSError as error:
-            raise ConfigError(f"can't listen: {error.strerror or error}") from error
+        await super().startup(sockets)
         if self.started:
             self._announce()
 

@@ -201,6 +201,19 @@ static void multiplied(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsig
   });
 }
 
+// PTX ISA, "ldmatrix"
+template <bool TRANSPOSED>
+static void tiles_loaded(unsigned (&to)[4], const void* row) {
+  if (reinterpret_cast<uintptr_t>(row) % 16) abort();
+  auto* rows = reinterpret_cast<const unsigned short* const*>(exchanged(row));
+  const int group = current % LANES_OF_WARP / 4, t = current % 4;
+  for (int i = 0; i < 4; i++) {
+    auto* tile = rows + i * 8;
+    const unsigned low = TRANSPOSED ? tile[t * 2][group] : tile[group][t * 2];
+    to[i] = low | static_cast<unsigned>(TRANSPOSED ? tile[t * 2 + 1][group] : tile[group][t * 2 + 1]) << 16;
+  }
+}
+
 // What is copied to shared memory is there once it is waited for, and no earlier.
 static void copied_later(void* to, const void* from, int bytes) {
   if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes) abort();

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -128,10 +130,11 @@ CHUNKS = {
 }
 
 
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
 @pytest.mark.parametrize("case", CHUNKS)
 def test_chunks_go_on_from_slots_and_leave_them_there(
-    case: str, heads: tuple[int, int, int, int], dtype: mx.Dtype
+    case: str, heads: tuple[int, int, int, int], dtype: mx.Dtype, in_blocks: bool
 ) -> None:
     shape, drawn = shape_of(*heads), Numbers(len(case), dtype)
     plan, ends, lo = [], [], 0
@@ -146,7 +149,7 @@ def test_chunks_go_on_from_slots_and_leave_them_there(
     stops, rows = mx.array([*ends, 0, 0], dtype=mx.int32), mx.array(plan, dtype=mx.int32)
     longest = max(row[1] for row in plan)
     tokens, raw = delta.prepare_chunks(shape, weights, rows, stops, longest, projected, table)
-    y, states = delta.scan_chunks(rows, stops, tokens, table.state)
+    y, states = delta.scan_chunks(rows, stops, tokens, table.state, in_blocks=in_blocks)
     mx.eval(tokens, raw, y, states)
     assert raw.shape == (num_stops + 2, CONTEXT, shape.num_channels)
     assert states.shape == (num_stops + 2, *table.state.shape[1:]) and states.dtype == mx.float32
@@ -177,8 +180,51 @@ def test_chunks_go_on_from_slots_and_leave_them_there(
     before.check_untouched(table, {row[4] for row in real}, {row[6] for row in real})
 
 
+def gates_that_hardly_decay(tokens: Prepared) -> Prepared:
+    return tokens._replace(g=1 - 1e-4 * tokens.g)
+
+
+def keys_that_are_almost_the_same(tokens: Prepared) -> Prepared:
+    """The triangular system of a block is then the hardest to solve."""
+    k = 1 + 0.5 * tokens.k.astype(mx.float32)
+    k = k / mx.sqrt((k * k).sum(axis=-1, keepdims=True))
+    return tokens._replace(k=k.astype(tokens.k.dtype), g=mx.full(tokens.g.shape, 0.9999), beta=0.999 + 0 * tokens.beta)
+
+
+def gates_that_forget_all(tokens: Prepared) -> Prepared:
+    places = mx.arange(len(tokens.g))[:, None]
+    return tokens._replace(g=mx.where(places % 7 == 0, 0.0, mx.where(places % 5 == 1, 1e-30, tokens.g)))
+
+
+HARD_TOKENS = [gates_that_hardly_decay, keys_that_are_almost_the_same, gates_that_forget_all]
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("change", HARD_TOKENS)
+def test_states_are_precise_whatever_the_tokens_are(
+    change: Callable[[Prepared], Prepared], dtype: mx.Dtype, in_blocks: bool
+) -> None:
+    num_tokens, drawn = 150, Numbers(1, dtype)
+    key, value = (num_tokens, 1, 128), (num_tokens, 2, 128)
+    gates = drawn.gates(num_tokens, 2), drawn.gates(num_tokens, 2)
+    tokens = change(Prepared(drawn.keys(*key) / 8, drawn.keys(*key), drawn(*value), *gates))
+    state = drawn(1, 2, 128, 128, dtype=mx.float32)
+    given = [double(array) for array in tokens]
+    said, wanted, kept = layer_references.scan(*given, double(state)[0], 70)
+    plan = mx.array([(0, num_tokens, num_tokens, 0, 0, 0, 0, 0, 1)], dtype=mx.int32)
+    y, states = delta.scan_chunks(plan, mx.array([70], dtype=mx.int32), tokens, state, in_blocks=in_blocks)
+    mx.eval(y, states)
+    assert error(y, said) < TOLERANCE[dtype]
+    assert error(state[0], wanted) < TOLERANCE[mx.float32]
+    assert error(states[0], kept) < TOLERANCE[mx.float32]
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
-def test_stashed_tokens_are_settled_by_a_scan(heads: tuple[int, int, int, int], dtype: mx.Dtype) -> None:
+def test_stashed_tokens_are_settled_by_a_scan(
+    heads: tuple[int, int, int, int], dtype: mx.Dtype, in_blocks: bool
+) -> None:
     shape, drawn = shape_of(*heads), Numbers(5, dtype)
     table = table_of(shape, drawn)
     before, stashed = Before(table), LONGEST_WINDOW - 1
@@ -186,7 +232,8 @@ def test_stashed_tokens_are_settled_by_a_scan(heads: tuple[int, int, int, int], 
     # slot 3 has two pending tokens in its second row, slot 0 all that fit in its first
     plan = [(7 * stashed, 2, 2, 0, 3, 7, -1, 0, 0), (0, stashed, stashed, 0, 0, 0, -1, 0, 1), (0,) * 9]
     stops = mx.array([stashed], dtype=mx.int32)
-    _, states = delta.scan_chunks(mx.array(plan, dtype=mx.int32), stops, Prepared(k, k, v, g, beta), table.state)
+    tokens = Prepared(k, k, v, g, beta)
+    _, states = delta.scan_chunks(mx.array(plan, dtype=mx.int32), stops, tokens, table.state, in_blocks=in_blocks)
     mx.eval(states)
     for slot, row, number in ((3, 7, 2), (0, 0, stashed)):
         key, *rest = (array[row, :number] for array in before.stash)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import pytest
 from backend.cuda import test_attention as attention_tests
@@ -9,10 +11,10 @@ from backend.cuda import test_delta_table as table_tests
 from backend.cuda import test_matmul as matmul_tests
 from backend.cuda import test_put as put_tests
 from backend.cuda.emulated import emulation
-from backend.cuda.test_delta import HEADS
+from backend.cuda.test_delta import HEADS, SORTS
 
 from headrace.backend.cuda import attention
-from headrace.backend.cuda.shapes import HeadShape
+from headrace.backend.cuda.shapes import HeadShape, Prepared
 
 FEW_BLOCKS = 3
 """So that each has several splits, rows and tiles."""
@@ -24,15 +26,31 @@ def test_a_step_of_a_gated_delta_layer(case: str) -> None:
         table_tests.test_a_step_goes_on_from_a_slot_and_leaves_it_there(case, HEADS[2], mx.bfloat16)
 
 
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("case", table_tests.CHUNKS)
-def test_chunks_of_a_gated_delta_layer(case: str) -> None:
+def test_chunks_of_a_gated_delta_layer(case: str, in_blocks: bool) -> None:
     with emulation(seed=len(case)):
-        table_tests.test_chunks_go_on_from_slots_and_leave_them_there(case, HEADS[2], mx.bfloat16)
+        table_tests.test_chunks_go_on_from_slots_and_leave_them_there(case, HEADS[2], mx.bfloat16, in_blocks)
 
 
-def test_stashed_tokens_are_settled() -> None:
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_stashed_tokens_are_settled(in_blocks: bool) -> None:
     with emulation():
-        table_tests.test_stashed_tokens_are_settled_by_a_scan(HEADS[2], mx.bfloat16)
+        table_tests.test_stashed_tokens_are_settled_by_a_scan(HEADS[2], mx.bfloat16, in_blocks)
+
+
+@pytest.mark.parametrize("change", table_tests.HARD_TOKENS)
+def test_blocks_of_hard_tokens(change: Callable[[Prepared], Prepared]) -> None:
+    with emulation():
+        table_tests.test_states_are_precise_whatever_the_tokens_are(change, mx.bfloat16, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "dtype"), [sort for sort in SORTS if sort[1] != mx.float32], ids=str)
+def test_blocks_of_heads_of_all_sizes(heads: tuple[int, int, int, int], dtype: mx.Dtype) -> None:
+    with emulation():
+        for case in table_tests.CHUNKS:
+            table_tests.test_chunks_go_on_from_slots_and_leave_them_there(case, heads, dtype, True)
 
 
 @pytest.mark.parametrize("kernel_size", [3, pytest.param(2, marks=pytest.mark.slow)])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import mlx.core as mx
 
 from headrace.backend.cuda import delta_ops as ops
+from headrace.backend.cuda import kernel
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
 from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, DeltaWeights, Prepared
 
@@ -20,6 +23,14 @@ _MOST_SLICES = 4
 _PREPARED_TOKENS = 64
 """Tokens whose inputs a block prepares."""
 _NORM_THREADS = 256
+
+_BLOCK = 32
+"""Tokens of a block of delta_blocks.cuh."""
+_WARP_CHANNELS = 16
+_MOST_WARPS = 4
+"""Warps of a block of threads there, besides the one that solves: a multiprocessor has room for two such blocks."""
+_WIDEST_KEY = 128
+"""Most dimensions of a key there: a warp's state is in its registers."""
 
 _TABLE = ("state", "raw", "stash_k", "stash_v", "stash_g", "stash_beta")
 _STEP = CudaKernel(
@@ -51,6 +62,38 @@ _SCAN = CudaKernel(
     ("y", "state_at_stops"),
     "delta_scan<T, HK, HV, DK, DV, N>(plan, stops, q, k, v, g, beta, const_cast<float*>(state), y, state_at_stops);",
 )
+
+
+@cache
+def _blocks(head_k_dim: int, num_warps: int) -> CudaKernel:
+    return CudaKernel(
+        "delta_blocks",
+        ("chunks.cuh", "mma.cuh", "delta_blocks.cuh"),
+        ("plan", "stops", "q", "k", "v", "g", "beta", "state"),
+        ("y", "state_at_stops"),
+        "delta_blocks<T, HK, HV, DK, DV, WARPS>("
+        "plan, stops, q, k, v, g, beta, const_cast<float*>(state), y, state_at_stops);",
+        shared_bytes=_block_bytes(head_k_dim, num_warps),
+        bounds=(32 * (num_warps + 1), 2),
+    )
+
+
+def _takes_blocks(head_k_dim: int, head_v_dim: int, dtype: mx.Dtype) -> bool:
+    has_room = _block_bytes(head_k_dim, _block_warps(head_v_dim)) <= kernel.largest_block()
+    return dtype.size == 2 and head_k_dim <= _WIDEST_KEY and has_room
+
+
+def _block_warps(head_v_dim: int) -> int:
+    return next(number for number in range(_MOST_WARPS, 0, -1) if head_v_dim % (number * _WARP_CHANNELS) == 0)
+
+
+def _block_bytes(head_k_dim: int, num_warps: int) -> int:
+    """BlockMemory in delta_blocks.cuh."""
+    stage = _BLOCK * (2 * (2 * (head_k_dim + 8) + _WARP_CHANNELS * num_warps + 8) + 8)
+    solved = _BLOCK * (4 * 2 * (_BLOCK + 8) + 8)
+    return 3 * stage + 2 * solved + 2 * 4 * _BLOCK * (_BLOCK + 4)
+
+
 _NORM = CudaKernel(
     "gated_norm",
     ("gated_norm.cuh",),
@@ -122,23 +165,30 @@ def prepare_chunks(
 
 
 @or_ops(ops.scan_chunks)
-def scan_chunks(plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
+def scan_chunks(
+    plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array, *, in_blocks: bool = False
+) -> tuple[mx.array, mx.array]:
     """y `[T, Hv, Dv]` of packed tokens, and states `[num_stops, Hv, Dv, Dk]` after each stop.
 
     state: of a `DeltaTable`, written in place; nothing but the result says that the writing is done. Tokens may be the
     rows of a stash, one behind the other, with the keys for queries.
     plan, stops: as in `prepare_chunks`. Only for heads that `refusal` names no reason for.
+    in_blocks: heads that `_takes_blocks` go through the matrix units, 32 tokens at once. Else sums are those of `step`.
     """
     q, k, v, g, beta = tokens
-    _, num_v_heads, head_v_dim = v.shape
-    per_thread = 2 if head_v_dim % (2 * _CHANNELS) == 0 and q.shape[2] <= 128 else 1
-    y, states = _SCAN(
-        (plan, stops, q, k.astype(q.dtype), v.astype(q.dtype), g.astype(mx.float32), beta.astype(mx.float32), state),
-        {"T": q.dtype, "HK": q.shape[1], "HV": num_v_heads, "DK": q.shape[2], "DV": head_v_dim, "N": per_thread},
-        (head_v_dim // (per_thread * _CHANNELS), num_v_heads, plan.shape[0]),
-        _THREADS,
-        ((v.shape, q.dtype), ((stops.size, *state.shape[1:]), mx.float32)),
-    )
+    (_, num_k_heads, head_k_dim), (_, num_v_heads, head_v_dim) = q.shape, v.shape
+    given = plan, stops, q, k.astype(q.dtype), v.astype(q.dtype), g.astype(mx.float32), beta.astype(mx.float32), state
+    sizes = {"T": q.dtype, "HK": num_k_heads, "HV": num_v_heads, "DK": head_k_dim, "DV": head_v_dim}
+    found = (v.shape, q.dtype), ((stops.size, *state.shape[1:]), mx.float32)
+    if in_blocks and _takes_blocks(head_k_dim, head_v_dim, q.dtype):
+        num_warps = _block_warps(head_v_dim)
+        blocks = head_v_dim // (num_warps * _WARP_CHANNELS), num_v_heads, plan.shape[0]
+        launch = _blocks(head_k_dim, num_warps)
+        y, states = launch(given, {**sizes, "WARPS": num_warps}, blocks, 32 * (num_warps + 1), found)
+        return y, states
+    per_thread = 2 if head_v_dim % (2 * _CHANNELS) == 0 and head_k_dim <= 128 else 1
+    blocks = head_v_dim // (per_thread * _CHANNELS), num_v_heads, plan.shape[0]
+    y, states = _SCAN(given, {**sizes, "N": per_thread}, blocks, _THREADS, found)
     return y, states
 
 

@@ -75,7 +75,9 @@ def _prepare(
     return packed, raw
 
 
-def scan_chunks(plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array) -> tuple[mx.array, mx.array]:
+def scan_chunks(
+    plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array, *, in_blocks: bool = False
+) -> tuple[mx.array, mx.array]:
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     ends: list[int] = stops.tolist()  # type: ignore[assignment]
     return _scan(rows, ends, tokens, state)

@@ -1,0 +1,324 @@
+// The scan of delta_scan.cuh for numbers of 16 bits, a block of tokens at once by the matrix units. Arguments as there; the
+// formulas and their names R, L and G are those of the chunked form in backend/delta_rule.py, with its chunk for our block.
+//
+// A block of threads does WARPS * 16 value channels of a head of a row. Each of WARPS warps holds its channels' state in
+// registers and goes through the blocks of tokens; the last warp solves the next block's triangular system meanwhile. What is of
+// float32 goes into the matrix units as two numbers of 16 bits, so that states are good to some 16 bits.
+
+constexpr int BLOCK = 32;
+constexpr int PAD = 8;  // behind a row in shared memory: eight rows then lie in different banks
+
+// Two neighbouring numbers as two of 16 bits each.
+template <typename T>
+struct Split {
+  unsigned high, low;
+  __device__ Split(float a, float b) : high(pair_of<T>(a, b)), low(pair_of<T>(a - rounded<T>(a), b - rounded<T>(b))) {}
+};
+
+// The left side of a product: four 8 x 8 parts of a tile [16, 16], of two tiles [16, 8] that a product has left.
+template <typename T>
+struct Left {
+  unsigned high[4], low[4];
+
+  __device__ Left(const float (&first)[4], const float (&second)[4]) {
+    const float* tiles[] = {first, second};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const Split<T> split(tiles[i / 2][i % 2 * 2], tiles[i / 2][i % 2 * 2 + 1]);
+      high[i] = split.high, low[i] = split.low;
+    }
+  }
+
+  // c += this times what T has exactly
+  __device__ void times(float (&c)[4], unsigned b0, unsigned b1) const {
+    multiply(c, high, b0, b1, T());
+    multiply(c, low, b0, b1, T());
+  }
+};
+
+// A matrix [BLOCK, BLOCK] of float32.
+template <typename T>
+struct Halves {
+  T high[BLOCK][BLOCK + PAD], low[BLOCK][BLOCK + PAD];
+
+  __device__ void put(int row, int column, float x) {
+    high[row][column] = static_cast<T>(x), low[row][column] = static_cast<T>(x - rounded<T>(x));
+  }
+};
+
+template <typename T, int DK, int CHANNELS>
+struct Stage {
+  T k[BLOCK][DK + PAD], q[BLOCK][DK + PAD], v[BLOCK][CHANNELS + PAD];
+  float g[BLOCK], beta[BLOCK];
+};
+
+template <typename T>
+struct Solved {
+  Halves<T> inverse, mixing;               // R, and L * Q K^T
+  float from_begin[BLOCK], to_end[BLOCK];  // G, and the last row of L
+};
+
+template <typename T, int DK, int CHANNELS>
+struct BlockMemory {
+  Stage<T, DK, CHANNELS> stages[3];
+  Solved<T> solved[2];
+  float kk[BLOCK][BLOCK + 4], kq[BLOCK][BLOCK + 4];  // products of each two of a block's tokens
+};
+
+// Where the blocks of a row end: after BLOCK tokens, and wherever its state is wanted.
+struct Ends {
+  const Chunk& chunk;
+  const int* stops;
+  int stop;
+
+  __device__ Ends(const Chunk& chunk, const int* stops) : chunk(chunk), stops(stops), stop(chunk.first_stop) {}
+
+  __device__ bool is_last() const { return stop == chunk.first_stop + chunk.num_stops; }
+
+  // Where the state is wanted next: at the stops, and then at the certain tokens' end.
+  __device__ int wanted() const {
+    const int last = chunk.first_stop + chunk.num_stops;
+    return stop < last ? stops[stop] : (stop == last ? chunk.num_certain : chunk.num_tokens + 1);
+  }
+
+  __device__ int after(int begin) {
+    while (wanted() <= begin) stop++;
+    return min(min(begin + BLOCK, wanted()), chunk.num_tokens);
+  }
+};
+
+template <typename T, int HK, int HV, int DK, int DV, int WARPS>
+__device__ void delta_blocks(const int* plan, const int* stops, const T* q, const T* k, const T* v, const float* g,
+                             const float* beta, float* state, T* y, float* state_at_stops) {
+  constexpr int CHANNELS = WARPS * 16, THREADS = (WARPS + 1) * 32, TILES = BLOCK / 8, STEPS = BLOCK / 16;
+  using Memory = BlockMemory<T, DK, CHANNELS>;
+  extern __shared__ uint4 staged[];
+  Memory& memory = *reinterpret_cast<Memory*>(staged);
+  const Chunk chunk(plan, blockIdx.z);
+  if (chunk.is_padding()) return;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, r = lane / 4, t = lane % 4;
+  const int hv = blockIdx.y, hk = hv / (HV / HK), first = blockIdx.x * CHANNELS;
+  const long row = chunk.lo;
+
+  auto load = [&](int begin, int end, Stage<T, DK, CHANNELS>& to) {
+    auto copy = [&](auto& rows, const T* from, int heads, int head, int dim, int at, int width) {
+      const int packs = width / 8;
+      from += ((row + begin) * heads + head) * dim + at;
+#pragma unroll 1
+      for (int i = tid; i < BLOCK * packs; i += THREADS) {
+        const int token = i / packs, place = i % packs * 8;
+        if (token < end - begin) copy_async(&rows[token][place], from + token * heads * dim + place);
+        else *reinterpret_cast<uint4*>(&rows[token][place]) = {};
+      }
+    };
+    copy(to.k, k, HK, hk, DK, 0, DK);
+    copy(to.q, q, HK, hk, DK, 0, DK);
+    copy(to.v, v, HV, hv, DV, first, CHANNELS);
+    if (tid < BLOCK) {
+      const long at = (row + begin + tid) * HV + hv;
+      if (tid < end - begin) copy_cached<4>(&to.g[tid], g + at), copy_cached<4>(&to.beta[tid], beta + at);
+      else to.g[tid] = 1, to.beta[tid] = 0;
+    }
+    end_stage();
+  };
+
+  auto solve = [&](const Stage<T, DK, CHANNELS>& from, Solved<T>& to) {
+    float kk[STEPS][TILES][4] = {}, kq[STEPS][TILES][4] = {};
+#pragma unroll
+    for (int at = 0; at < DK; at += 16) {
+      unsigned right[TILES / 2][4];
+#pragma unroll
+      for (int i = 0; i < TILES / 2; i++)
+        load_tiles(right[i], &from.k[i * 16 + lane / 16 * 8 + lane % 8][at + lane / 8 % 2 * 8]);
+#pragma unroll
+      for (int m = 0; m < STEPS; m++) {
+        unsigned keys[4], queries[4];
+        load_tiles(keys, &from.k[m * 16 + lane % 16][at + lane / 16 * 8]);
+        load_tiles(queries, &from.q[m * 16 + lane % 16][at + lane / 16 * 8]);
+#pragma unroll
+        for (int n = 0; n < 2 * (m + 1); n++) {
+          multiply(kk[m][n], keys, right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1], T());
+          multiply(kq[m][n], queries, right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1], T());
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < STEPS; m++)
+#pragma unroll
+      for (int n = 0; n < 2 * (m + 1); n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int token = m * 16 + i / 2 * 8 + r, earlier = n * 8 + t * 2 + i % 2;
+          memory.kk[token][earlier] = kk[m][n][i], memory.kq[token][earlier] = kq[m][n][i];
+        }
+    __syncwarp();
+    float decay = from.g[lane];
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const float before = __shfl_up_sync(~0u, decay, offset);
+      if (lane >= offset) decay *= before;
+    }
+    to.from_begin[lane] = decay;
+    float since = 1;  // column `lane` of L
+#pragma unroll 8
+    for (int token = 0; token < BLOCK; token++) {
+      if (token > lane) since *= from.g[token];
+      to.mixing.put(token, lane, token >= lane ? since * memory.kq[token][lane] : 0.0f);
+      if (token > lane) memory.kk[token][lane] *= since * from.beta[token];
+    }
+    to.to_end[lane] = since;
+    __syncwarp();
+    float inverse[BLOCK];  // its column `lane`
+#pragma unroll
+    for (int token = 0; token < BLOCK; token++) {
+      float sums[4] = {};
+#pragma unroll
+      for (int i = 0; i < token; i++) sums[i % 4] += memory.kk[token][i] * inverse[i];
+      inverse[token] = (token == lane) - ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+      to.inverse.put(token, lane, inverse[token]);
+    }
+  };
+
+  // c [16 channels, tokens] += x times the transpose of a triangular matrix
+  auto times = [&](float (&c)[TILES][4], const Left<T> (&x)[STEPS], const Halves<T>& by) {
+#pragma unroll
+    for (int n = 0; n < TILES; n += 2)
+#pragma unroll
+      for (int m = 0; m <= n / 2; m++) {
+        unsigned high[4], low[4];
+        load_tiles(high, &by.high[n * 8 + lane / 16 * 8 + lane % 8][m * 16 + lane / 8 % 2 * 8]);
+        load_tiles(low, &by.low[n * 8 + lane / 16 * 8 + lane % 8][m * 16 + lane / 8 % 2 * 8]);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          x[m].times(c[n + i], high[2 * i], high[2 * i + 1]);
+          multiply(c[n + i], x[m].high, low[2 * i], low[2 * i + 1], T());
+        }
+      }
+  };
+
+  // of a warp's channels r and r + 8: columns 8 j + 2 t and the next
+  float s[DK / 8][4];
+  auto place = [&](int of, int i) {
+    return ((static_cast<long>(of) * HV + hv) * DV + first + warp * 16 + r + i * 8) * DK + t * 2;
+  };
+  auto keep = [&](float* to, int of) {
+#pragma unroll
+    for (int j = 0; j < DK / 8; j++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        *reinterpret_cast<float2*>(to + place(of, i) + j * 8) = {s[j][i * 2], s[j][i * 2 + 1]};
+  };
+  Ends wanted(chunk, stops);
+  auto leave = [&](int until) {  // the states wanted after so many tokens
+    for (; wanted.wanted() <= until; wanted.stop++) {
+      const bool is_last = wanted.is_last();
+      if (!is_last || (chunk.num_tokens && chunk.slot >= 0))
+        keep(is_last ? state : state_at_stops, is_last ? chunk.slot : wanted.stop);
+    }
+  };
+
+  auto scan = [&](int begin, int end, Stage<T, DK, CHANNELS>& from, const Solved<T>& solved) {
+    float by_key[TILES][4] = {}, by_query[TILES][4] = {};  // [16 channels, tokens]
+#pragma unroll
+    for (int at = 0; at < DK; at += 16) {
+      const Left<T> left(s[at / 8], s[at / 8 + 1]);
+#pragma unroll
+      for (int n = 0; n < TILES; n += 2) {
+        unsigned keys[4], queries[4];
+        load_tiles(keys, &from.k[n * 8 + lane / 16 * 8 + lane % 8][at + lane / 8 % 2 * 8]);
+        load_tiles(queries, &from.q[n * 8 + lane / 16 * 8 + lane % 8][at + lane / 8 % 2 * 8]);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          left.times(by_key[n + i], keys[2 * i], keys[2 * i + 1]);
+          left.times(by_query[n + i], queries[2 * i], queries[2 * i + 1]);
+        }
+      }
+    }
+    auto& values = from.v;
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int token = n * 8 + t * 2 + i % 2;
+        const float value = static_cast<float>(values[token][warp * 16 + i / 2 * 8 + r]);
+        by_key[n][i] = from.beta[token] * (value - solved.from_begin[token] * by_key[n][i]);
+        by_query[n][i] *= solved.from_begin[token];
+      }
+    float delta[TILES][4] = {};
+    const Left<T> written[] = {{by_key[0], by_key[1]}, {by_key[2], by_key[3]}};
+    times(delta, written, solved.inverse);
+    const Left<T> read[] = {{delta[0], delta[1]}, {delta[2], delta[3]}};
+    times(by_query, read, solved.mixing);
+    __syncwarp();  // values are read
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int token = n * 8 + t * 2 + i % 2;
+        values[token][warp * 16 + i / 2 * 8 + r] = static_cast<T>(by_query[n][i]);
+        delta[n][i] *= solved.to_end[token];
+      }
+    __syncwarp();
+#pragma unroll
+    for (int i = lane; i < BLOCK * 2; i += 32) {
+      const int token = i / 2, at = warp * 16 + i % 2 * 8;
+      if (token < end - begin)
+        *reinterpret_cast<uint4*>(y + ((row + begin + token) * HV + hv) * DV + first + at) =
+            *reinterpret_cast<const uint4*>(&values[token][at]);
+    }
+    const Left<T> added[] = {{delta[0], delta[1]}, {delta[2], delta[3]}};
+#pragma unroll
+    for (int j = 0; j < DK / 8; j += 2) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) s[j + i / 4][i % 4] *= solved.from_begin[BLOCK - 1];
+#pragma unroll
+      for (int m = 0; m < STEPS; m++) {
+        unsigned keys[4];
+        load_columns(keys, &from.k[m * 16 + lane % 16][j * 8 + lane / 16 * 8]);
+        added[m].times(s[j], keys[0], keys[1]);
+        added[m].times(s[j + 1], keys[2], keys[3]);
+      }
+    }
+  };
+
+  // Through all blocks of tokens, with three at a time in shared memory: one is computed, the next one is solved, and the one
+  // behind it is on its way. work: of this warp, for the block from `begin` to `end`, behind which is one that ends at `next`.
+  auto go_through = [&](auto&& first_work, auto&& work) {
+    Ends ends(chunk, stops);
+    int begin = 0, end = ends.after(0), next = ends.after(end);
+    load(0, end, memory.stages[0]);
+    load(end, next, memory.stages[1]);
+    await_stage<0>();
+    __syncthreads();
+    first_work();
+    __syncthreads();
+    for (int number = 0; begin < chunk.num_tokens; number++) {
+      const int behind = ends.after(next);
+      load(next, behind, memory.stages[(number + 2) % 3]);
+      work(number, begin, end, next);
+      begin = end, end = next, next = behind;
+      await_stage<0>();
+      __syncthreads();
+    }
+  };
+  // each warp has a loop of its own, so that the registers of the one's state are free for the other's work
+  if (warp == WARPS) {
+    auto solve_block = [&](int number) { solve(memory.stages[number % 3], memory.solved[number % 2]); };
+    go_through([&] { solve_block(0); }, [&](int number, int, int end, int next) {
+      if (next > end) solve_block(number + 1);
+    });
+    return;
+  }
+  const bool goes_on = chunk.slot >= 0 && chunk.old >= 0;
+#pragma unroll
+  for (int j = 0; j < DK / 8; j++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float2 two = goes_on ? *reinterpret_cast<const float2*>(state + place(chunk.slot, i) + j * 8) : float2{};
+      s[j][i * 2] = two.x, s[j][i * 2 + 1] = two.y;
+    }
+  leave(0);
+  go_through([] {}, [&](int number, int begin, int end, int) {
+    scan(begin, end, memory.stages[number % 3], memory.solved[number % 2]);
+    leave(end);
+  });
+}
