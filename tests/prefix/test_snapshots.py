@@ -25,8 +25,8 @@ OTHER = made_up_tokens(2, 1000)
 def match_of(*stored: tuple[tuple[int, ...], list[int]], prompt: tuple[int, ...] = KEY, spans: bool = True) -> Match:
     """What a tree of a hybrid model knows of a prompt after some keys with their snapshots."""
     shelf = Shelf(has_spans=spans, needs_snapshots=True)
-    for key, snapshots in stored:
-        shelf.put(key, snapshots)
+    for key, lengths in stored:
+        shelf.put(key, lengths)
     return shelf.find(prompt)
 
 
