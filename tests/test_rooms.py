@@ -31,7 +31,7 @@ RULES: dict[str, set[str]] = {
     "long_work": {"cancellation"},
     "tool_calls": {"types"},
     "families": {"types", "tool_calls"},
-    "prefix": {"types", "common_prefix"},
+    "prefix": {"types", "common_prefix", "isolation"},
     "metrics": {"types"},
     "scheduler": {"types", "prefix", "errors", "recent_times"},
     "api": {"types", "errors"},

@@ -179,6 +179,10 @@ class EngineDead(HeadraceError):
     status = 503
     code = "engine_dead"
 
+    @classmethod
+    def because(cls, reason: str | None) -> EngineDead:
+        return cls(f"the engine is not running: {reason}")
+
 
 class EngineHangs(HeadraceError):
     status = 503

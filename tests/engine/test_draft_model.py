@@ -21,7 +21,7 @@ from models import tiny, tiny_head
 from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, ModelError
-from headrace.speculate.drafts import Drafts, Source
+from headrace.speculate.drafts import Drafts, DraftSource
 from headrace.speculate.ngram import NgramDrafter
 from headrace.speculate.ranking import Ranking, RowAcceptance
 from headrace.types.request import GREEDY, GenerationRequest
@@ -176,7 +176,7 @@ def test_answers_of_a_schema_are_drafted_and_stay_the_same(
     """The draft model is the target, so that it is right wherever the schema allows what it wants to write."""
     draft_always(monkeypatch)
     monkeypatch.setattr(NgramDrafter, "propose", lambda self, max_tokens: None)
-    accepted, report = Counter[Source](), Ranking.report
+    accepted, report = Counter[DraftSource](), Ranking.report
 
     def counted(self: Ranking, record: RowAcceptance, verified: Drafts, num_accepted: int) -> None:
         accepted.update(draft.source for draft in verified.ranked[:num_accepted])
@@ -213,5 +213,5 @@ def test_answers_of_a_schema_are_drafted_and_stay_the_same(
         found = json.loads(tiny_tokens.text_of(answer))
         assert found.keys() == {"name", "kind"}
         assert found["kind"] in ("ship", "boat")
-    assert accepted[Source.MODEL] > 12
-    assert accepted[Source.FORCED] > 12
+    assert accepted[DraftSource.MODEL] > 12
+    assert accepted[DraftSource.FORCED] > 12

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from headrace.models.levels import Level, choose_levels
 from headrace.models.packed import PackedModel
 from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
+from headrace.state.records import SequenceRecord
 from headrace.state.sequence import SequenceState
 from headrace.types.model import TokenIds
 from headrace.types.request import GREEDY, GenerationRequest
@@ -95,7 +97,15 @@ class Failing:
 
 
 class FailingFactory:
+    """A spec that is a number fails to begin after so many times."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+
     def begin(self, spec: Any, stop_token_ids: Sequence[int]) -> Failing:
+        if spec == self.num_begun:
+            raise GenerationFailed("no constraint")
+        self.num_begun += 1
         return Failing(spec)
 
 
@@ -207,3 +217,39 @@ def test_one_failing_row_harms_no_other(kind: str, way: str, monkeypatch: pytest
     assert world.answers == expected
     assert list(world.failures) == ["victim"]
     assert world.runner.state_bytes == 0
+
+
+def failed_beside_another(victim: GenerationRequest) -> World:
+    """What is left when both have ended."""
+    world = World("full attention")
+    world.add(OTHERS[0], victim)
+    world.run()
+    assert len(world.answers["short"]) == 12
+    assert list(world.failures) == ["victim"]
+    return world
+
+
+def test_choices_that_cannot_begin_beside_one_without_a_token_fail_once() -> None:
+    world = failed_beside_another(replace(poisoned(3, 7), num_choices=3, constraint=2))
+    assert world.runner.state_bytes == 0
+
+
+def test_a_row_that_cannot_begin_keeps_no_memory() -> None:
+    world = failed_beside_another(request("victim", 20, constraint=0))
+    assert world.runner.state_bytes == 0
+
+
+def test_a_preempted_row_that_cannot_be_restored_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("full attention")
+    world.add(OTHERS[0], request("victim", 20))
+    world.run(lambda: bool(world.answers["victim"]))
+    (victim,) = [name for name, live in world.runner._live.items() if live.request.request_id == "victim"]
+    world.runner._preempt([victim])
+
+    def failing(self: SequenceState, record: SequenceRecord) -> None:
+        raise MemoryError("no room for it")
+
+    monkeypatch.setattr(SequenceState, "restore", failing)
+    world.run()
+    assert list(world.failures) == ["victim"]
+    assert world.runner.state_bytes == world.runner.preempted_bytes == 0

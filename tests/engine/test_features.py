@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
+import pytest
 
 from headrace.engine.features import IDLE_SLICE_S, SLICE_SHARE, FeatureCache
+from headrace.errors import GenerationFailed
 from headrace.models.vision_tower import MediaEmbeddings, VisionTower
 from headrace.scheduler.stages import PromptPlan, PromptStages
 from headrace.types.media import MediaInput, PromptMedia
@@ -18,6 +20,8 @@ from headrace.types.status import WaitReason
 HALF = (0.5, 0.5, 0.5)
 WORK_S = 2.0**-10
 """Seconds of a unit of the made-up tower's work."""
+BROKEN = 13
+"""Bytes of an input that the tower can't embed."""
 
 
 @dataclass
@@ -50,6 +54,8 @@ class MadeUpTower:
 
     def begin(self, one: MediaInput) -> MadeUpEmbedding:
         self.begun.append(one.digest)
+        if one.pixels.nbytes == BROKEN:
+            raise RuntimeError("an input that the tower can't embed")
         return MadeUpEmbedding(self, one.pixels.nbytes)
 
 
@@ -134,3 +140,23 @@ def test_a_clock_that_has_not_moved_says_nothing_about_the_tower_s_speed() -> No
     for _ in range(5):
         cache.advance(1.0)
     assert tower.slices == [1, 1, 1, 1, 1] and not waits(stages, one)
+
+
+def test_what_the_tower_failed_on_is_remembered_until_its_request_ends() -> None:
+    tower = MadeUpTower()
+    cache = features(tower)
+    stages = PromptStages([cache])
+    broken = request("a", [BROKEN, 20])
+    while waits(stages, broken):
+        cache.advance(None)
+    for other in range(3):  # they take the rows and end, while it waits for one
+        assert not waits(stages, request(f"b{other}", [20]))
+        stages.end(f"b{other}")
+        assert not waits(stages, broken)
+    assert tower.begun == [b"13", b"20"]
+    media = cache.media_of(broken)
+    assert media is not None
+    with pytest.raises(GenerationFailed, match="could not embed"):
+        media.row(0, 4)
+    stages.end("a")
+    assert waits(stages, replace(broken, request_id="c")), "another request tries again"

@@ -77,7 +77,7 @@ def test_a_prompt_in_progress_counts_as_cached_as_far_as_it_is_worth_waiting_for
     with_snapshots = PrefixCache("weights", has_spans=False, needs_snapshots=True)
     with_snapshots.prepare(long, PromptPlan())
     assert with_snapshots.num_cached(same) == 180, "a snapshot can still be taken there"
-    with_snapshots.snapshot_points("long", 0, 190)
+    with_snapshots.begin_chunk("long", 0, 190)
     assert with_snapshots.num_cached(same) == 0, "the prompt is past that point"
 
 

@@ -195,12 +195,12 @@ def test_a_token_takes_what_is_promised_and_what_is_foreseen(family: str, stored
     exact = sample_state(model, None)
     forms = kv_forms(8, family, model, exact)
     cost = sample_state(model, None, forms).cost()
-    assert cost.slot_bytes[1] == stored
+    assert cost.token_bytes == stored
     assert cost.num_bytes(8192) - cost.num_bytes(4096) == 4096 * (stored + read)
     assert cost.record_bytes(8192) - cost.record_bytes(4096) == 4096 * stored
     foreseen = estimate(tiny.FAMILIES[family], 4, kv_bits=8)
     assert foreseen is not None
-    assert foreseen.cost.slot_bytes[1] == stored
+    assert foreseen.cost.token_bytes == stored
     assert foreseen.cost.num_bytes(8192) - foreseen.cost.num_bytes(4096) == 4096 * (stored + read)
 
 

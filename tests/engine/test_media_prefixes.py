@@ -56,6 +56,6 @@ def test_who_is_found_and_then_waits_for_its_picture_is_one_lookup() -> None:
     assert prefixes.status().num_lookups == 0
     find(prefixes, request("one", b"cat"))
     for start in (0, 30):
-        prefixes.snapshot_points("one", start, start + 30)
+        prefixes.begin_chunk("one", start, start + 30)
     status = prefixes.status()
     assert (status.num_lookups, status.num_lookup_tokens) == (1, END + 10)

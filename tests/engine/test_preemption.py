@@ -145,7 +145,7 @@ async def test_a_state_that_can_not_be_kept_fails_its_own_request_only(
     await high
     told = await asyncio.gather(*running, return_exceptions=True)
     failures = {number: one for number, one in enumerate(told) if isinstance(one, BaseException)}
-    assert ["lost when it was preempted" in str(failure) for failure in failures.values()] == [True]
+    assert ["could not be kept while it was preempted" in str(failure) for failure in failures.values()] == [True]
     assert all(told[number] == expected[number] for number in range(3) if number not in failures)
 
 

@@ -41,7 +41,7 @@ def _aborted_or_failed(stages: PromptStages, cache: PrefixCache) -> None:
 
 
 def _left_out(stages: PromptStages, cache: PrefixCache) -> None:
-    cache.leave_out("first")
+    cache.exclude("first")
 
 
 @pytest.mark.parametrize("end", [_aborted_or_failed, _left_out])
@@ -84,3 +84,16 @@ async def test_all_that_wait_find_it_once_it_is_stored(tmp_path: Path, num_looku
     assert min(cached[1:]) > 450
     # not once for each of the steps in which they wait
     assert max(num_lookups.values()) <= 2
+
+
+def test_a_prompt_is_asked_for_a_snapshot_only_where_another_waits_for_it() -> None:
+    cache = PrefixCache("weights", has_spans=True, needs_snapshots=True)
+    stages = PromptStages([cache])
+    assert isinstance(stages.prepare(FIRST), PromptPlan)
+    shared = WAIT_TOKENS - 1
+    little = replace(SECOND, prompt=FIRST.prompt[:shared] + tokens(2, 100))
+    assert isinstance(stages.prepare(little), PromptPlan)
+    assert cache.begin_chunk("first", 0, shared) == ()
+    much = replace(THIRD, prompt=FIRST.prompt[: shared + 201] + tokens(3, 100))
+    assert stages.prepare(much) is WaitReason.PREFIX
+    assert cache.begin_chunk("first", shared, 500) == (shared + 201, 499)

@@ -177,7 +177,7 @@ class World:
                 continue
             if live.in_prompt:
                 num_junk, num_certain = 0, end - start
-            marks = self.pool.snapshot_points(live.request.request_id, start, end) if live.in_prompt else ()
+            marks = self.pool.begin_chunk(live.request.request_id, start, end) if live.in_prompt else ()
             certain = min(num_certain, end - start)
             live.state.begin(end - start + num_junk, certain, tuple(mark for mark in marks if mark < end))
             rows.append((live, end - start, num_junk, marks))
@@ -210,7 +210,7 @@ class World:
             return
         if live.state.length in marks:
             snapshots[live.state.length] = live.state.snapshot()
-        self.pool.keep(live.request.request_id, snapshots)
+        self.pool.add_snapshots(live.request.request_id, snapshots)
         if not live.in_prompt:
             self.pool.store(live.request.request_id, live.tokens, live.state)
 

@@ -26,7 +26,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.head_check import load_head_check
 from headrace.engine.loop import Loop
 from headrace.engine.prefix_cache import PrefixCache
-from headrace.engine.warm_up import Served, WarmUp
+from headrace.engine.warm_up import WarmUp, WarmUpTarget
 from headrace.engine.warm_up_pieces import RowDrafts, WarmUpPiece, pieces_for
 from headrace.errors import EngineDead
 from headrace.models import compiled
@@ -281,22 +281,22 @@ def test_a_model_whose_steps_are_not_compiled_is_ready_at_once(
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+def served(tmp_path_factory: pytest.TempPathFactory) -> WarmUpTarget:
     """A model with a prediction head."""
     head = tiny_head.prefixed(tiny_head.draw("qwen3_5"))
     folder = tiny_head.save_with_head("qwen3_5", tmp_path_factory.mktemp("tiny"), head)
     check = load_head_check(Config(str(folder), ModelConfig(self_check=False)), (), TokenIds(10**6))
     memory = MemoryBudget(10_000, lambda num_tokens: TOKEN_BYTES * num_tokens, lambda num_tokens: 1_000)
     make_cache = partial(PrefixCache, "", has_spans=True, needs_snapshots=True)
-    return Served(check.trunk, HeadDrafter(check.head), StatePool(), VOCAB, memory, make_cache)
+    return WarmUpTarget(check.trunk, HeadDrafter(check.head), StatePool(), VOCAB, memory, make_cache)
 
 
 def test_each_number_of_rows_has_each_number_of_drafts_and_the_head_reads_all_that_a_step_may(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: WarmUpTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows: set[tuple[int, int]] = set()
     reads: set[int] = set()
-    report, read = Speculator.report, MtpHead.read
+    report, read = Speculator.report, MtpHead.forward
 
     def verified(self: Speculator, rows: Sequence[VerifiedWindow], seconds: float, **others: bool) -> None:
         windows.update((len(rows), row.num_verified) for row in rows)
@@ -307,7 +307,7 @@ def test_each_number_of_rows_has_each_number_of_drafts_and_the_head_reads_all_th
         return read(self, entries, *arguments, **others)
 
     monkeypatch.setattr(Speculator, "report", verified)
-    monkeypatch.setattr(MtpHead, "read", noted)
+    monkeypatch.setattr(MtpHead, "forward", noted)
     pieces = pieces_for(3, 64, 2, caches=True)
     warming = WarmUp(served, 3, pieces)
     while not warming.is_over:
@@ -318,7 +318,7 @@ def test_each_number_of_rows_has_each_number_of_drafts_and_the_head_reads_all_th
     assert served.pool.num_bytes == 0
 
 
-def test_drafts_that_fail_fail_the_piece(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_fail_fail_the_piece(served: WarmUpTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: HeadDrafter, rows: Sequence[DraftRow]) -> DraftBatch:
         raise RuntimeError("no such kernel")
 
@@ -329,7 +329,7 @@ def test_drafts_that_fail_fail_the_piece(served: Served, monkeypatch: pytest.Mon
     assert (warming.status.num_failed, warming.status.num_done) == (1, 2)
 
 
-def test_requests_get_three_quarters_of_the_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_get_three_quarters_of_the_time(served: WarmUpTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def take_two_seconds(self: object) -> None:
@@ -344,7 +344,7 @@ def test_requests_get_three_quarters_of_the_time(served: Served, monkeypatch: py
     due = []
     for _ in range(7):
         due.append(warming.is_due)
-        warming.served(1.0)
+        warming.record_step(1.0)
     # six seconds are three quarters of eight
     assert due == [False] * 6 + [True]
     assert warming.status == WarmUpStatus(3, 1, 0, 2.0)
@@ -355,7 +355,7 @@ def test_requests_get_three_quarters_of_the_time(served: Served, monkeypatch: py
     [(0, 0, True), (1, 9_300, True), (2, 10, False), (1, 9_301, False), (0, 9_301, False)],
 )
 def test_a_piece_waits_for_rows_and_bytes_that_requests_have(
-    num_running: int, reserved_bytes: int, fits: bool, served: Served
+    num_running: int, reserved_bytes: int, fits: bool, served: WarmUpTarget
 ) -> None:
     """Two rows of 35 tokens, 700 bytes."""
     piece = WarmUpPiece(2, prompt_tokens=27)
@@ -363,7 +363,7 @@ def test_a_piece_waits_for_rows_and_bytes_that_requests_have(
     assert WarmUp(served, 3, [piece]).fits(num_running, reserved_bytes) is fits
 
 
-def test_what_prompts_leave_in_a_cache_is_part_of_the_piece(served: Served) -> None:
+def test_what_prompts_leave_in_a_cache_is_part_of_the_piece(served: WarmUpTarget) -> None:
     assert WarmUpPiece(2, 27, num_snapshots=1).num_bytes(served.memory) == 700 + 2 * 2 * 1_000
     assert WarmUpPiece(2, 27, num_snapshots=4).num_bytes(served.memory) == 700 + 2 * 5 * 1_000
 

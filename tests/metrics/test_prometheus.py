@@ -25,7 +25,7 @@ from headrace.types.status import (
     MemoryStatus,
     ProcessStatus,
     SparseStatus,
-    StepForms,
+    StepVariants,
 )
 
 FIRST_TOKEN = Histogram((0.5, 1.0), (3, 0, 2), 7.25)
@@ -44,7 +44,7 @@ STATUS = EngineStatus(
     num_malformed_calls=8,
     drafts=DraftStatus(3, 8),
     sparse=SparseStatus("small", 2, 30, 70, (("tools", 4), ("media", 0)), 1, 13, 14, 16),
-    step_forms=StepForms(43, 2),
+    step_forms=StepVariants(43, 2),
     engine_process=EngineProcessStatus(8.5, 99),
     ranks=RanksStatus(
         "ring", tuple(RankStatus(rank, "here", "cpu", "a CPU", 90, 60 + rank, 30 - rank) for rank in range(2)),

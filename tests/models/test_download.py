@@ -8,14 +8,19 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 from fake_hub import FakeHub, fake_hub, use_hub
 
+from headrace.cancellation import Cancellation, WorkCancelled, call_cancellable
 from headrace.errors import ModelError
+from headrace.models import download
 from headrace.models.hub import ask, cache_of, is_complete, local_copy
 from headrace.models.source import locate
 
@@ -136,3 +141,42 @@ def test_a_connection_that_breaks_off_is_named(hub: FakeHub, tmp_path: Path, mon
     assert (locate("owner/name") / "model.safetensors").read_bytes() == WEIGHTS
     assert all(int(asked.removeprefix("bytes=").rstrip("-")) >= 10_000_000 for asked in hub.ranges)
     assert hub.ranges
+
+
+@pytest.fixture
+def given_up(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a second file of weights, whose content trickles, is fetched no more."""
+    (tmp_path / "model" / "trickling.safetensors").write_bytes(os.urandom(20_000_000))
+    use_hub(monkeypatch, hub.url, tmp_path / "cache")
+    is_over = threading.Event()
+    fetch_whole = download.http_get
+
+    def http_get(url: str, out: BinaryIO, *, tqdm_class: type[Any], **settings: Any) -> None:
+        if not url.endswith("trickling.safetensors"):
+            return fetch_whole(url, out, tqdm_class=tqdm_class, **settings)
+        try:
+            with tqdm_class() as bar:
+                for _ in range(100 * PATIENCE_S):
+                    bar.update(out.write(b"x"))
+                    time.sleep(0.01)
+        finally:
+            is_over.set()
+
+    monkeypatch.setattr(download, "http_get", http_get)
+    return is_over
+
+
+def test_if_one_file_fails_the_others_are_given_up(hub: FakeHub, given_up: threading.Event) -> None:
+    hub.breaks_at = 12_000_000
+    with pytest.raises(ModelError, match="the download of owner/name broke off"):
+        locate("owner/name")
+    assert given_up.wait(PATIENCE_S / 6)
+
+
+def test_a_cancelled_download_gives_up_all_files(hub: FakeHub, given_up: threading.Event) -> None:
+    cancellation = Cancellation()
+    timer = threading.Timer(1.0, cancellation.cancel)
+    timer.start()
+    with pytest.raises(WorkCancelled):
+        call_cancellable(cancellation, partial(locate, "owner/name"))
+    assert given_up.wait(PATIENCE_S / 6)

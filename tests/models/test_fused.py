@@ -294,7 +294,9 @@ class Program:
             length = max(one.snapshots)
             spans = one.state.copy_span(0, length)
             cut = self.between(1, length - 1) if length > 1 else 0
-            other.restore_parts(length, spans.split(cut) if cut else (spans,), one.snapshots[length])
+            other.restore_parts(
+                length, (spans.part(0, cut), spans.part(cut, length)) if cut else (spans,), one.snapshots[length]
+            )
         elif one.state.length:
             record = one.state.checkpoint()
             other.restore(record)

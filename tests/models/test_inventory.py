@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from huggingface_hub import constants
 from headrace.errors import ModelError
 from headrace.models import hub as hub_module
 from headrace.models.hub import cache_of, local_copy
-from headrace.models.in_use import unused
+from headrace.models.in_use import mark_in_use, unused
 from headrace.models.inventory import (
     LocalModel,
     disk_bytes,
@@ -232,3 +234,31 @@ def test_a_model_that_another_process_uses_is_not_removed(hub: FakeHub, own: Pat
         assert is_unused
     find_removal("owner/name", own).run()
     assert not folder.exists()
+
+
+def test_a_model_that_is_being_removed_is_refused_and_protected_once_it_is_there_again(hub: FakeHub, own: Path) -> None:
+    folder = locate("owner/name")
+    removal = find_removal("owner/name", own)
+    _release()
+    with unused(removal.folder) as is_unused:
+        assert is_unused
+        with pytest.raises(ModelError, match="owner/name is being removed by another Headrace"):
+            locate("owner/name")
+    assert locate("owner/name") == folder
+    with pytest.raises(ModelError, match="owner/name is in use by another Headrace"):
+        removal.run()
+
+
+def test_a_folder_that_was_removed_before_its_lock_was_got_is_not_in_use(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(own / "model")
+    lock = fcntl.flock
+
+    def lock_later(descriptor: int, kind: int) -> None:
+        shutil.rmtree(folder)
+        lock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock_later)
+    with pytest.raises(ModelError, match="name is being removed"):
+        mark_in_use(folder, "name")

@@ -87,7 +87,7 @@ def test_a_prediction_head_drafts_no_others(tmp_path: Path) -> None:
         mx.eval(loaded.packed.forward([Row(state, ROWS[0][:-1])], [0]), state.arrays())
         state.commit(len(ROWS[0]) - 1)
         rows = head.hidden_of(state).arrays()[0]
-        logits.append(head.read([Row(state, ROWS[0][1:], start=1)], rows).logits)
+        logits.append(head.forward([Row(state, ROWS[0][1:], start=1)], rows).logits)
     assert logits[0].shape == (1, 160)
     assert np.array_equal(np.array(logits[1]), cut(logits[0]))
 

@@ -201,7 +201,7 @@ def read(
         media = None if kept is None else entry_at(kept, start, end)
         entries.append(Row(one.state, one.ids[start:end], media, start=start))
         before.append(hidden.part(start - 1, end - 1))
-    got = head.read(entries, mx.concatenate(before, axis=1)).rows
+    got = head.forward(entries, mx.concatenate(before, axis=1)).hidden
     mx.eval(got, [one.state.arrays() for _, one in readings])
     for (number, one), row in zip(readings, got, strict=True):
         head.hidden_of(one.state).mark_processed(one.state.length + 1)
@@ -293,13 +293,13 @@ def test_further_drafts_go_on_from_the_heads_own_output(tmp_path: Path) -> None:
     mx.eval(trunk.forward([Row(state, ids[:6])], [0]), state.arrays())
     state.commit(6)
     hidden = hidden_of(trunk, ids[:6])
-    output = head.read([Row(state, ids[1:], start=1)], head.hidden_of(state).part(0, 6)).rows
+    output = head.forward([Row(state, ids[1:], start=1)], head.hidden_of(state).part(0, 6)).hidden
     known = [*ids[1:]]
     for place, token in enumerate(chained, start=1):
         hidden = np.concatenate([hidden, np.array(output)])
         known.append(token)
         # as in a draft, the token is on the device only
-        output = head.read([Row(state, (0,), start=6 + place)], output[None], mx.array([token])).rows
+        output = head.forward([Row(state, (0,), start=6 + place)], output[None], mx.array([token])).hidden
         expected = Reference(tensors)(embeddings_of(trunk, known), hidden)[-1]
         assert np.abs(np.array(output[0]) - expected).max() < 2e-5
 

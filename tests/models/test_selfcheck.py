@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import mlx.core as mx
@@ -153,12 +154,18 @@ def test_two_classes_that_differ_drop_together() -> None:
     assert "Likewise differs as adapter: row by row instead" in result.lowered
 
 
-def test_a_step_that_raises_drops_too() -> None:
+def test_a_step_that_raises_drops_too(caplog: pytest.LogCaptureFixture) -> None:
     model = llama_with(NeedsAnIntegerOffset, 1)
-    result = checked(model)
+    with caplog.at_level(logging.INFO):
+        result = checked(model)
     assert result.packed.levels == {NeedsAnIntegerOffset: Level.ROWS, llama.Attention: Level.ADAPTER}
     assert result.lowered == ("NeedsAnIntegerOffset differs as adapter: row by row instead",)
     assert equals_untouched(result, llama_with(NeedsAnIntegerOffset, 1))
+    lines = [line.partition(": a step raised ") for line in caplog.messages]
+    assert [(before, after[:9]) for before, _, after in lines if after] == [
+        ("chosen levels", "TypeError"),
+        ("Attention differs as adapter: row by row instead", "TypeError"),
+    ]
 
 
 @pytest.mark.parametrize("attention", [KnowsItsNumberOfTokens, NotANumberForSeveral])
@@ -180,8 +187,12 @@ def test_in_exact_numerics_the_same_model_goes_token_by_token_and_agrees(attenti
 
 def test_a_model_that_raises_at_every_level_is_an_error_and_left_untouched() -> None:
     model = llama_with(RunsOutOfPatience)
-    with pytest.raises(ModelError, match="the model can't be run"):
+    with pytest.raises(ModelError, match=r"the model can't be run: .*ValueError: one at a time") as told:
         checked(model, "fast")
+    cause: BaseException | None = told.value
+    while cause is not None and not isinstance(cause, ValueError):
+        cause = cause.__cause__
+    assert cause is not None, "its traceback is not told"
     assert all(type(layer.self_attn) is RunsOutOfPatience for layer in model.layers)
 
 

@@ -27,8 +27,8 @@ class MadeUpPiece:
     num_bytes: int
     store: MadeUpStore = field(repr=False)
 
-    def split(self, num_tokens: int) -> tuple[MadeUpPiece, MadeUpPiece]:
-        return self.store.split(self, num_tokens)
+    def part(self, start: int, end: int) -> MadeUpPiece:
+        return self.store.part(self, start, end)
 
     @property
     def is_snapshot(self) -> bool:
@@ -37,11 +37,12 @@ class MadeUpPiece:
 
 @dataclass
 class MadeUpStore:
-    """Makes pieces. live: those that are still referenced."""
+    """Makes pieces. live: those that are still referenced. parts: the tokens of each copied part of a piece."""
 
     bytes_per_token: int = 10
     snapshot_bytes: int = 50
     num_cut_tokens: int = 0
+    parts: list[tuple[int, int]] = field(default_factory=list)
     _made: WeakValueDictionary[int, MadeUpPiece] = field(default_factory=WeakValueDictionary)
     _number: Iterator[int] = field(default_factory=count)
 
@@ -68,11 +69,10 @@ class MadeUpStore:
 
         return make_span
 
-    def split(self, piece: MadeUpPiece, num_tokens: int) -> tuple[MadeUpPiece, MadeUpPiece]:
-        middle = piece.start + num_tokens
-        assert piece.start < middle < len(piece.prefix)
-        head = self.span(piece.namespace, piece.prefix[:middle], piece.start)
-        return head, self.span(piece.namespace, piece.prefix, middle)
+    def part(self, piece: MadeUpPiece, start: int, end: int) -> MadeUpPiece:
+        assert piece.start <= start < end <= len(piece.prefix)
+        self.parts.append((start, end))
+        return self.span(piece.namespace, piece.prefix[:end], start)
 
     def _make(self, namespace: Namespace, prefix: tuple[int, ...], start: int, num_bytes: int) -> MadeUpPiece:
         piece = self._made[next(self._number)] = MadeUpPiece(namespace, prefix, start, num_bytes, self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from prefix.made_up import MadeUpStore, Shelf, made_up_tokens
+from prefix.made_up import SPAN_OVERHEAD_BYTES, MadeUpPiece, MadeUpStore, Shelf, made_up_tokens
 
 from headrace.prefix.memory_usage import MemoryKind, MemoryUsage
 
@@ -66,7 +66,8 @@ def test_sixty_distinct_prompts_stay_within_a_small_budget(sort: str) -> None:
     for number in range(60):
         prompt = made_up_tokens(number, 4_000)
         assert shelf.length(prompt) == 0
-        assert usage.reclaim(one_prompt_bytes, evict)
+        usage.reclaim(one_prompt_bytes, evict)
+        assert usage.free_bytes() >= one_prompt_bytes
         shelf.put(prompt, [3_999])
         usage.set_usage(MemoryKind.RECORDS, shelf.store.num_bytes)
         assert usage.free_bytes() >= 0
@@ -81,6 +82,32 @@ def test_a_span_loses_only_as_much_of_its_end_as_it_must() -> None:
     shelf.put(key)
     assert shelf.tree.evict(1_000 * SPAN_BYTES_PER_TOKEN) >= 1_000 * SPAN_BYTES_PER_TOKEN
     assert shelf.length(key) == 35 * 256  # the last step under 9,000
+    assert shelf.store.parts == [(0, 35 * 256)]
+
+
+def test_a_span_whose_beginning_can_not_be_copied_goes_whole() -> None:
+    class Full(MadeUpStore):
+        def part(self, piece: MadeUpPiece, start: int, end: int) -> MadeUpPiece:
+            raise MemoryError
+
+    shelf = shelf_of("sliceable", Full(SPAN_BYTES_PER_TOKEN))
+    key, other = made_up_tokens(1, 10_000), made_up_tokens(2, 20_000)
+    shelf.put(key)
+    shelf.put(other)
+    num_bytes = shelf.tree.num_bytes
+    num_freed = shelf.tree.evict(1_000 * SPAN_BYTES_PER_TOKEN)
+    assert num_freed == num_bytes - shelf.tree.num_bytes == 10_000 * SPAN_BYTES_PER_TOKEN + SPAN_OVERHEAD_BYTES
+    assert (shelf.length(key), shelf.length(other)) == (0, 19_999)
+
+
+def test_a_match_of_what_a_span_has_lost_is_noticed() -> None:
+    shelf = shelf_of("sliceable")
+    key = made_up_tokens(1, 10_000)
+    shelf.put(key)
+    match = shelf.find(key)
+    shelf.tree.evict(1)
+    with pytest.raises(ValueError, match="has been evicted"):
+        shelf.tree.lock(match)
 
 
 def test_a_snapshot_goes_and_the_span_that_leads_on_stays() -> None:

@@ -210,7 +210,7 @@ def test_spans_cut_before_a_failure_are_not_leaked() -> None:
 
 def test_a_split_that_fails_leaves_the_span_whole() -> None:
     class Failing(MadeUpStore):
-        def split(self, piece: MadeUpPiece, num_tokens: int) -> tuple[MadeUpPiece, MadeUpPiece]:
+        def part(self, piece: MadeUpPiece, start: int, end: int) -> MadeUpPiece:
             raise MemoryError
 
     shelf = Shelf(has_spans=True, needs_snapshots=False, store=Failing())

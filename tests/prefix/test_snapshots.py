@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from prefix.made_up import HERE, Shelf, made_up_tokens
 
+from headrace.prefix import snapshots
 from headrace.prefix.node import Match
 from headrace.prefix.snapshots import SnapshotPlan, plan_snapshots
 from headrace.types.request import Boundary, BoundaryKind
@@ -24,13 +25,15 @@ OTHER = made_up_tokens(2, 1000)
 def match_of(*stored: tuple[tuple[int, ...], list[int]], prompt: tuple[int, ...] = KEY, spans: bool = True) -> Match:
     """What a tree of a hybrid model knows of a prompt after some keys with their snapshots."""
     shelf = Shelf(has_spans=spans, needs_snapshots=True)
-    for key, snapshots in stored:
-        shelf.put(key, snapshots)
+    for key, lengths in stored:
+        shelf.put(key, lengths)
     return shelf.find(prompt)
 
 
 def plan(match: Match, boundaries: tuple[Boundary, ...] = TURNS, most: int = 9) -> SnapshotPlan:
-    return plan_snapshots(match, boundaries, needs_snapshots=True, max_snapshots=most)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(snapshots, "MAX_SNAPSHOTS", most)
+        return plan_snapshots(match, boundaries, needs_snapshots=True)
 
 
 def test_a_cold_prompt_is_marked_at_all_its_boundaries() -> None:

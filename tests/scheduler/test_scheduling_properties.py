@@ -32,14 +32,13 @@ FEW = 3
 class Client:
     """A request, the step it arrives in, and what befalls it.
 
-    aborted_at: the step in which it is given up, in flight (after planning) or before.
+    aborted_at: the step before which it is given up.
     fails_at: choice and number of its answer that fails.
     """
 
     request: GenerationRequest
     arrives_at: int
     aborted_at: int | None = None
-    in_flight: bool = False
     fails_at: tuple[int, int] | None = None
 
     @property
@@ -71,7 +70,6 @@ def clients(draw: st.DrawFn, max_num_seqs: int) -> list[Client]:
                 ),
                 arrives_at=draw(st.integers(0, 12)),
                 aborted_at=draw(st.one_of(st.none(), st.none(), st.integers(0, 20))),
-                in_flight=draw(st.booleans()),
                 fails_at=draw(st.one_of(st.none(), st.none(), st.tuples(st.integers(0, n - 1), st.integers(0, 6)))),
             )
         )
@@ -114,8 +112,7 @@ class Run:
         for client in self.all_clients:
             if client.arrives_at == step:
                 self._add(client)
-        due = [client for client in self.all_clients if client.aborted_at == step]
-        self._abort([client for client in due if not client.in_flight])
+        self._abort([client for client in self.all_clients if client.aborted_at == step])
         self._release()
         plan = self.scheduler.schedule()
         if not plan.chunks:
@@ -124,7 +121,6 @@ class Run:
         self._check_plan(plan)
         result = self.runner.execute(plan)
         self._check_bytes()
-        self._abort([client for client in due if client.in_flight])
         num_prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks if chunk.output_index == 0)
         self._take(self.scheduler.update(result, 0.01 + self.token_s * num_prompt_tokens, float(step)))
         self.scheduler.set_num_drafts(self.runner.draft(result))
@@ -321,7 +317,6 @@ def test_forty_requests_through_four_rows_with_some_that_go_away(seed: int) -> N
             ),
             arrives_at=dice.randint(0, 30),
             aborted_at=dice.randint(30, 200) if number % 10 == 0 else None,
-            in_flight=dice.random() < 0.5,
         )
         for number in range(40)
     ]

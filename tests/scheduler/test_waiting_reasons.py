@@ -102,7 +102,7 @@ def test_one_that_waits_in_a_stage_is_overtaken_and_says_so_until_it_lacks_a_row
     scheduler = Scheduler(1, 64, 1000, memory=AMPLE, stages=[stage])
     for name in ("slow", "other"):
         scheduler.add(request(name, 10), 0.0)
-    scheduler.schedule()
+    step(scheduler)
     assert reasons(scheduler) == {"slow": WaitReason.MEDIA, "other": None}
     scheduler.add(request("third", 10), 0.0)
     assert reasons(scheduler) == {"slow": WaitReason.MEDIA, "other": None, "third": WaitReason.ROWS}

@@ -31,7 +31,7 @@ class NotingHead:
     def hidden_of(self, state: SequenceState) -> HiddenState:
         return state.layer(HIDDEN, HiddenState)
 
-    def read(
+    def forward(
         self, entries: Sequence[Row], hidden: mx.array, ids: mx.array | None = None, *, launch: bool = True
     ) -> HeadOutputs:
         self.given.append([(one.start, len(one.token_ids)) for one in entries])

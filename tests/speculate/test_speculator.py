@@ -32,7 +32,7 @@ class BrokenHead:
     def hidden_of(self, state: SequenceState) -> HiddenState:
         return state.layer(HIDDEN, HiddenState)
 
-    def read(self, *arguments: object, launch: bool = True) -> mx.array:
+    def forward(self, *arguments: object, launch: bool = True) -> mx.array:
         raise RuntimeError("out of memory")
 
 
@@ -42,7 +42,7 @@ class ReadingHead(BrokenHead):
     def __init__(self) -> None:
         self.given: list[list[int]] = []
 
-    def read(
+    def forward(
         self, entries: Sequence[Row], hidden: mx.array, ids: mx.array | None = None, *, launch: bool = True
     ) -> HeadOutputs:
         assert hidden.shape[1] == sum(len(one.token_ids) for one in entries)

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.prefix.key import Namespace
 from headrace.state.attention import KVRecord, SlidingAttentionState
-from headrace.state.disk import DiskTier
+from headrace.state.disk import FLUSH_S, DiskTier, _Worker
 from headrace.state.disk_folder import DiskFolder
 from headrace.state.disk_records import Load
 from headrace.state.records import SequenceRecord
@@ -268,3 +268,38 @@ def test_something_else_in_the_folders_place_is_told_once_and_nothing_waits_for_
     assert (disk.pending_bytes, disk.status().num_dropped) == (0, 2 + 2 + 1)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["the disk cache can't be written"]
     assert folder.read_text() == "a file of somebody's"
+
+
+class SlowTime:
+    """A clock that each look at it moves on by a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def time_ns(self) -> int:
+        return int(1e9 * self.now)
+
+
+def test_closing_waits_no_longer_than_it_says(
+    state: SequenceState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tier(tmp_path)
+    waited: list[float] = []
+    for number in range(20):  # more than is handed over in the time
+        disk.save(Namespace("weights", salt=f"{number}"), KEY, [len(KEY)], state, [], {})
+    clock = SlowTime()
+    monkeypatch.setattr("headrace.state.disk.time", clock)
+    close = _Worker.close
+
+    def closing(self: _Worker, seconds: float) -> bool:
+        waited.append(seconds)
+        return close(self, 60.0)
+
+    monkeypatch.setattr(_Worker, "close", closing)
+    disk.close()
+    assert clock.now + max(waited) <= FLUSH_S + 5
+    assert "the disk is too slow" in caplog.text

@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -228,3 +229,41 @@ def test_files_of_the_version_that_told_their_tokens_are_removed(tmp_path: Path)
     folder.create()
     folder.remove_useless()
     assert left_in(tmp_path) == []
+
+
+def test_two_servers_may_make_a_new_folder_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = DiskFolder(tmp_path / "new", 100), DiskFolder(tmp_path / "new", 100)
+    link = os.link
+
+    def start_the_other() -> None:
+        other.create()
+        other.remove_useless()
+
+    def link_later(part: Path, key: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        with ThreadPoolExecutor() as pool:
+            pool.submit(start_the_other).result()
+        assert part.exists(), "the other has removed it"
+        link(part, key)
+
+    monkeypatch.setattr(os, "link", link_later)
+    one.create()
+    assert one.key() == other.key()
+    assert left_in(tmp_path / "new") == []
+
+
+def test_a_server_whose_new_key_was_removed_takes_the_other_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On file systems without locks, another server may take the unfinished file for abandoned."""
+    one, other = DiskFolder(tmp_path / "new", 100), DiskFolder(tmp_path / "new", 100)
+    link = os.link
+
+    def link_later(part: Path, key: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        with ThreadPoolExecutor() as pool:
+            pool.submit(other.create).result()
+        part.unlink()
+        link(part, key)
+
+    monkeypatch.setattr(os, "link", link_later)
+    one.create()
+    assert one.key() == other.key()

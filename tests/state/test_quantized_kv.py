@@ -153,7 +153,7 @@ def test_a_state_costs_what_it_stores_and_what_a_step_reads_of_one_layer(pool: S
     stored = HEADS * (64 + 8 + 16 + 8)
     assert cost.record_bytes(1000) == 1000 * stored
     assert cost.num_bytes(1024) == 1024 * (stored + HEADS * 4 * (64 + 32))
-    assert cost.slot_bytes == (0, stored)
+    assert (cost.fixed_bytes, cost.token_bytes) == (0, stored)
 
 
 def test_numbers_of_another_type_are_held_in_the_layers_own() -> None:

@@ -163,7 +163,7 @@ def test_a_state_put_together_from_parts_goes_on_as_if_never_left(
     snapshots[sequence.state.length] = sequence.state.snapshot()
     for length, snapshot in snapshots.items():
         whole = sequence.state.copy_span(0, length)
-        spans = whole.split(cut) if cut < length else (whole,)
+        spans = (whole.part(0, cut), whole.part(cut, length)) if cut < length else (whole,)
         other = Sequence(packed(kind))
         other.state.restore_parts(length, spans, snapshot)
         for position, logits in other.window(1, 0, 1):

@@ -296,3 +296,17 @@ def test_a_slot_that_shares_its_slab_leaves_the_others_theirs() -> None:
     pool.grow(first, 6000, 5)
     assert mx.array_equal(first.read(LAYER, 0, 5)[0], tokens(0, 5)[0])
     assert mx.array_equal(second.read(LAYER, 0, 3)[0], tokens(100, 103)[0])
+
+
+def test_a_state_that_found_no_room_for_what_was_restored_leaves_no_records(
+    pool: StatePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(StatePool, "grow", full)
+    state = SequenceState(pool)
+    with pytest.raises(MemoryError):
+        state.restore(SequenceRecord(SMALLEST_CAPACITY + 1, {}))
+    with pytest.raises(RuntimeError, match="no layer of the state has been filled"):
+        state.snapshot()

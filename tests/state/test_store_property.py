@@ -174,7 +174,7 @@ class Sequences(RuleBasedStateMachine):
         if length > 1:
             middle = 1 + self.num_drawn % (length - 1)
             if self.num_drawn % 2:
-                spans = spans[0].split(middle)
+                spans = (spans[0].part(0, middle), spans[0].part(middle, length))
             else:
                 spans = (live.state.copy_span(0, middle), live.state.copy_span(middle, length))
         self.kept.append(Kept(snapshot, tuple(live.tokens[:length]), length, spans))

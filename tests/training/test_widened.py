@@ -60,7 +60,7 @@ def said(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     mx.eval(logits, state.arrays())
     state.commit(count)
     state.reserve(1)
-    rows = head.read([Row(state, IDS[1:], start=1)], head.hidden_of(state).part(0, count)).rows
+    rows = head.forward([Row(state, IDS[1:], start=1)], head.hidden_of(state).part(0, count)).hidden
     return np.array(logits), np.array(rows)
 
 

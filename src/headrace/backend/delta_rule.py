@@ -233,7 +233,7 @@ def _prepare(chunks: Prepared) -> _Chunks:
 
 
 def _advance(parts: _Chunks, n: int, num_tokens: int, state: mx.array, delta: mx.array) -> mx.array:
-    """The state after the first `num_tokens` of chunk n; the row of L is 0 for the tokens behind them."""
+    """The state after the first `num_tokens` of chunk n; the row of L is 0 for the tokens after them."""
     last = num_tokens - 1
     keys = parts.decay[:, n, :, last, :, None] * parts.k[:, n]
     return parts.from_begin[:, n, :, last, None] * state + delta.swapaxes(-1, -2) @ keys

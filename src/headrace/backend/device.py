@@ -50,6 +50,10 @@ class Device:
         return 0.85 if self.kind == "metal" else 0.9
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def current() -> Device:
     kind = device_kind()
     info = mx.device_info(mx.default_device())

@@ -32,7 +32,7 @@ def machine_report(numerics: str = "fast") -> list[str]:
         f"BLAS: {report.name}, {report.num_threads} threads ({report.reason})",
     ]
     for dtype in (mx.float32, mx.bfloat16):
-        name = str(dtype).removeprefix("mlx.core.")
+        name = device.dtype_name(dtype)
         lines.append(f"matmul {name}, {_SIZE} x {_SIZE}: {matmul_gigaflops(dtype):.1f} GFLOP/s")
     if here.kind == "cpu":
         lines.append(f"C++ compiler for fused operations: {compiler() or 'none, they run one by one'}")

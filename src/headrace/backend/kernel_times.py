@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from headrace.backend.device import dtype_name
+
 _CHAIN = 500
 """Operations that each wait for the one before."""
 _LARGE_BYTES = 256 << 20
@@ -20,7 +22,7 @@ def kernel_times() -> dict[str, float]:
     is_cpu = mx.default_device().type == mx.DeviceType.cpu
     width, most_tokens, context = (512, 64, 512) if is_cpu else (4096, 512, 4096)
     for dtype in (mx.float32,) if is_cpu else (mx.float16, mx.bfloat16):
-        name = str(dtype).removeprefix("mlx.core.")
+        name = dtype_name(dtype)
         x = mx.random.normal((most_tokens, width)).astype(dtype)
         weight = mx.random.normal((width, width)).astype(dtype)
         quantized = mx.quantize(weight, group_size=64, bits=4)

@@ -54,9 +54,10 @@ class Kernels:
     """Whether attention layers are among them: our kernels read exact keys and values only."""
 
     attention_pairs: int = 1 << 22
-    """Pairs of a query and a key of a row up to which attention of a longer chunk is our kernel's, on CUDA: the library
-    reads keys fewer times, but takes a call for each row and, for heads of 128, 58 ms on an H200 to plan each new
-    shape, which are all lengths that prompts have; a quarter of so many pairs takes our kernel 0.36 ms a layer."""
+    """On CUDA, rows that are not short go through our attention kernel if they have at most this many pairs of a query
+    and a key, else through the library's. That reads keys fewer times, but is called for each row, and with heads of
+    128 it takes 58 ms on an H200 to plan a new shape, as each length of a prompt is. Our kernel takes 0.36 ms in a
+    layer for a quarter of so many pairs."""
 
     scans_by_library: bool = False
     """Whether MLX's function takes long scans of the gated delta rule on Metal, see `gated_delta.is_library_faster`."""

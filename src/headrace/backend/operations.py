@@ -15,8 +15,8 @@ VIEWS = frozenset(
 )
 """Operations that as a rule only say how an array's memory is to be read, and launch nothing."""
 
-# A node each time that an operation is computed, with a line for each input behind it; the number in it is not its
-# own, compiled functions share theirs.
+# A node for each time that an operation is computed, then a line for each of its inputs. The number in it is not its
+# own: compiled functions share theirs.
 _PRIMITIVE = re.compile(r'\{ \d+ \[label ="([^"]+)".*\n((?:"\w+" -> \d+\n)*)')
 
 

@@ -82,7 +82,7 @@ class DiskLoader(DiskCache):
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
         """Wait for a read from disk, begun now or before for another request, that will soon provide more."""
         request_id = request.request_id
-        lookup = self._prefixes.lookup(request_id)
+        lookup = self._prefixes.lookup_of(request_id)
         if not self._helps(lookup):
             load = self._begin(request_id, lookup)
             if load is None:

@@ -105,7 +105,7 @@ class StepReports:
                 one.gained[-1] in one.live.request.stop_token_ids,
             )
             for one in windows
-            if one.chunk.output_index > 0 and one.gained
+            if not one.chunk.is_prompt and one.gained
         ]
         was_overlapped = [one.launched is not None for one in windows]
         self._is_mixed = len(verified) < len(windows) or (any(was_overlapped) and not all(was_overlapped))
@@ -141,7 +141,7 @@ def prepare_drafting(
     draft: DraftModel | None,
     device: Device,
     chunk_tokens: int,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float],
 ) -> DrafterSetup:
     """Draft by the draft model if there is one, else by the model's prediction head if it has one and it is wanted.
 
@@ -281,10 +281,10 @@ class ProfileRun:
             longest += 1
             self._state.restore(self._record)
             together = self._packed.compute(self._state, self._following[:longest], num_certain=1)
-            difference = max(difference, _number(mx.abs(together - alone[:longest]).max()))
-        scale = max(_number(mx.abs(alone).max()), 1e-30)
+            difference = max(difference, float(mx.abs(together - alone[:longest]).max()))
+        scale = max(float(mx.abs(alone).max()), 1e-30)
         leading = mx.sort(alone, axis=-1)[:, -2:]
-        return WindowMargin(longest, difference / scale, _number((leading[:, 1] - leading[:, 0]).min()) / scale)
+        return WindowMargin(longest, difference / scale, float((leading[:, 1] - leading[:, 0]).min()) / scale)
 
     def time_steps(self, drafter: Drafter, times: StepTimes, max_drafts: int) -> None:
         self._state.restore(self._record)
@@ -325,14 +325,9 @@ class ProfileRun:
         drawn = mx.argmax(self._packed.forward([row], range(1 + num_drafts), window), axis=-1)
         mx.eval(drawn, self._state.arrays())
         self._state.commit(1)
-        return int(_number(drawn[0]))
+        return int(drawn[0])
 
 
 def random_ids(vocab_size: int, number: int) -> list[int]:
     ids: list[int] = np.random.default_rng(0).integers(0, vocab_size, number).tolist()
     return ids
-
-
-def _number(array: mx.array) -> float:
-    number: float = array.item()  # type: ignore[assignment]
-    return number

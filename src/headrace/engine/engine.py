@@ -294,7 +294,7 @@ class Engine:
 
     def _refuse_if_dead(self) -> None:
         if self._core.death is not None:
-            raise EngineDead(f"the engine is not running: {self._core.death}")
+            raise EngineDead.because(self._core.death)
 
 
 def load_processor(model: ModelDescription) -> PictureProcessor:

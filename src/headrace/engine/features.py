@@ -79,7 +79,8 @@ class FeatureCache:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._pending: dict[str, list[MediaInput]] = {}
-        self._failed: set[bytes] = set()
+        self._failed: dict[str, set[bytes]] = {}
+        """Inputs that the tower has failed on, for each request until it ends."""
         self._begun: tuple[bytes, ChunkedEncoding[MediaEmbeddings]] | None = None
         self._clock = clock
         self._work_s = RecentTimes[None]()
@@ -97,7 +98,8 @@ class FeatureCache:
         if request.media is None:
             return plan
         needed = inputs_within(request.media, plan.num_cached, len(request.prompt))
-        missing = [one for one in needed if one.digest not in self._kept and one.digest not in self._failed]
+        failed = self._failed.get(request.request_id, set())
+        missing = [one for one in needed if one.digest not in self._kept and one.digest not in failed]
         if not missing:
             for one in needed:
                 if one.digest in self._kept:
@@ -134,7 +136,7 @@ class FeatureCache:
         """The tower has failed on the first one: the request fails when it reaches that input."""
         logger.error("the vision tower failed on an input of %s", request_id, exc_info=error)
         self._begun = None
-        self._failed.add(missing.pop(0).digest)
+        self._failed.setdefault(request_id, set()).add(missing.pop(0).digest)
 
     def _embed(self, one: MediaInput, spare_s: float) -> None:
         if self._begun is None or self._begun[0] != one.digest:
@@ -163,7 +165,7 @@ class FeatureCache:
             self._begun = None
         for kept in self._kept.values():
             kept.needed_by.discard(request_id)
-        self._failed.clear()
+        self._failed.pop(request_id, None)
         self._shrink(self._max_bytes)
 
     def evict(self, num_bytes: int) -> int:

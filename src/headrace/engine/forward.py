@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from headrace.backend.transfer import Fetched, to_device
+from headrace.backend.transfer import Fetched, pick, to_device
 from headrace.engine.windows import LaunchedLogits, LiveSequence, Window
 from headrace.models.packed import PackedModel
 from headrace.models.step import Row
 from headrace.sampling.draw import NO_TOKEN
 from headrace.sampling.logprobs import LogprobRows, read_logprobs, token_logprobs
-from headrace.sampling.rows import SamplingRow, pick
+from headrace.sampling.rows import SamplingRow
 from headrace.sampling.sampler import sample
 from headrace.speculate.drafts import packed_ids
 from headrace.types.events import TokenLogprobs
@@ -45,7 +45,7 @@ def logits_of(model: PackedModel, windows: Sequence[Window], rows: Sequence[Row]
         ids = packed_ids([(one.chunk.token_ids, one.drafts) for one in new])
         # unused logits are never computed: only what is evaluated is
         parts.append(model.forward(rows, picks or [num_tokens - 1], ids))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return mx.concatenate(parts)
 
 
 class Draws:

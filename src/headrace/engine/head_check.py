@@ -1,4 +1,4 @@
-"""Measures a model's prediction head as it is read and with other readings of its file."""
+"""Measures how many drafts of a prediction head are right, as it is loaded and with its file interpreted otherwise."""
 
 from __future__ import annotations
 

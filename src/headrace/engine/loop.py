@@ -102,18 +102,18 @@ class Loop:
             if self._is_stopping:
                 break
             if self._features.has_work:
-                with self._turns.mine():
+                with self._turns.take():
                     self._features.advance(self._scheduler.decode_step_s)
             plan = self._scheduler.schedule(0.0 if self._is_turn_of_scoring() else None)
             self._num_prompt_tokens = plan.num_prompt_tokens
             if not plan.is_empty:
-                with self._turns.mine():
+                with self._turns.take():
                     self._step(plan)
             if self._sparse.is_scoring:
-                with self._turns.mine():
+                with self._turns.take():
                     self._score()
             elif self._can_warm_up(is_idle=plan.is_empty):
-                with self._turns.mine():
+                with self._turns.take():
                     self._advance_warm_up()
             elif plan.is_empty:
                 self._wait_for_disk()
@@ -131,7 +131,7 @@ class Loop:
         self._scheduler.set_num_drafts(self._runner.draft())
         ended = time.monotonic()
         self._stats.stepped(plan, ended - started, ended)
-        self.warm_up.served(ended - started)
+        self.warm_up.record_step(ended - started)
 
     def _can_warm_up(self, *, is_idle: bool) -> bool:
         """Whether the next piece of the warm-up may run. A request that has just arrived precedes it."""
@@ -343,7 +343,7 @@ class Loop:
             sparse=self._sparse.status(),
             ranks=None if self._ranks is None else self._ranks.status(),
             warm_up=self.warm_up.status,
-            step_forms=self.warm_up.forms(),
+            step_forms=self.warm_up.variants(),
             device=replace(self._device, utilization=gpu_utilization()),
             engine_process=EngineProcessStatus(*process_use()),
             history=self._stats.history(now),

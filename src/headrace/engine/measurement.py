@@ -67,20 +67,17 @@ def measure_mlx_lm(config: Config, batches: Sequence[Prompts], max_tokens: int) 
         "rates": {str(len(batch)): _generate(model, batch, max_tokens) for batch in batches},
         "operations_of_a_step": {"mlx-lm, 1 row": _operations(model)},
     }
-    checked = check(model, Kernels(config.models.numerics, here.kind), logits.shape[-1], _name(logits.dtype))
+    activations = device.dtype_name(logits.dtype)
+    checked = check(model, Kernels(config.models.numerics, here.kind), logits.shape[-1], activations)
     found["operations_of_a_step"] |= {
         f"headrace, {name}": _packed_operations(checked.packed, num_rows)
         for num_rows, name in ((1, "1 row"), (8, "8 rows"))
     }
     found["layers"] = [*checked.packed.layer_lines, *checked.lowered]
     found["self_check"] = str(checked.margin)
-    found["activations"] = _name(logits.dtype)
+    found["activations"] = activations
     found["peak_bytes"] = mx.get_peak_memory()
     return found
-
-
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
 
 
 def _generate(model: Any, batch: Prompts, max_tokens: int) -> dict[str, float]:

@@ -119,12 +119,12 @@ def state_pool(
 ) -> StatePool:
     """Where the engine's sequences have their states, of at most `longest` tokens each. kv_forms: see `StatePool`.
 
-    Compiled steps find them in arrays that stay from the start, since other sizes would be other forms of steps: a
+    Compiled steps find them in arrays that stay from the start, since other sizes would be other variants of steps: a
     quarter of the budget at most for keys and values, and another for running states.
     """
     if not model.is_compiled:
         return StatePool(has_batches=model.kernels.attends_in_batches, kv_forms=kv_forms)
-    share, (fixed, per_token) = budget_bytes // 4, cost.slot_bytes
+    share, fixed, per_token = budget_bytes // 4, cost.fixed_bytes, cost.token_bytes
     most_tokens = min(max_num_seqs * slot_capacity(longest), _MOST_SLAB_TOKENS, share // max(per_token, 1))
     slab_tokens = max(SLAB_TOKENS, 1 << most_tokens.bit_length() - 1)
     return StatePool(slab_tokens, max(1, min(max_num_seqs, share // max(fixed, 1))))

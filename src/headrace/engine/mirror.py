@@ -164,13 +164,13 @@ class Follower:
         self._result = StepResult(())
 
     def run(self) -> None:
-        """Do what rank 0 does until it ends. Raises EngineDead if it goes without a word, or has other results."""
+        """Repeat rank 0's calls until it ends. Raises EngineDead if it dies, or if its results differ."""
         while (call := self._ranks.hear()) is not None:
             method, args = call
             getattr(self, f"on_{method}")(*args)
 
     def fail_all(self, error: HeadraceError) -> None:
-        """Its requests are rank 0's to fail."""
+        """Nothing to do: rank 0 answers the requests."""
 
     def on_request(self, number: int, request: GenerationRequest) -> None:
         """number: by which rank 0 names the request from now on."""

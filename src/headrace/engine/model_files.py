@@ -32,7 +32,7 @@ def model_files(config: Config, name: str | None = None) -> ModelFiles:
         return read_files(f"headrace-{name}", built_in)
     if name == "smollm2" and not is_path:
         folder = fetch(Path(config.models.model_folder).expanduser(), logger.info)
-        mark_in_use(folder)
+        mark_in_use(folder, name)
         return read_files("SmolLM2-135M-Instruct", folder)
     with built_in_suggested(name):
         directory = locate(name)

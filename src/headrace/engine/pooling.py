@@ -51,15 +51,11 @@ class PoolingRunner(Runner):
         mx.eval(numbers, states)
         found = _on_host(numbers)
         ended = [one for one in windows if one.chunk.samples and one.error is None]
-        isolate_each(ended, lambda one: _take(one, found[one.lo]), _fail)
+        isolate_each(ended, lambda one: _take(one, found[one.lo]), Window.fail)
 
 
 def _take(window: Window, row: Numbers) -> None:
     window.vector, window.gained = _checked(row), (_NO_TOKEN,)
-
-
-def _fail(window: Window, error: Exception) -> None:
-    window.fail(error)
 
 
 class EncoderRunner:

@@ -1,8 +1,8 @@
 """The prefix cache with its states: what prompts leave for later ones.
 
-A stage before the start of a request: `prepare` finds the cached prefix. The runner restores it, takes snapshots at
-`snapshot_points`, and hands over what a sequence has computed when its prompt is done and when its row is freed. All of
-that happens between steps, on the engine's thread.
+A stage before the start of a request: `prepare` finds the cached prefix. The runner restores it, takes snapshots where
+`begin_chunk` says, and hands over what a sequence has computed when its prompt is done and when its row is freed. All
+of that happens between steps, on the engine's thread.
 """
 
 from __future__ import annotations
@@ -30,12 +30,8 @@ WAIT_TOKENS = 64
 """A request waits for a running prompt that will save it at least this many tokens."""
 
 NEAR_TOKENS = 16
-"""Behind a snapshot no other one is taken within so many tokens: requests that continue there compute them again.
-
-The same holds behind a prompt's start: what a chat template begins with is that short, and so is a generation prompt,
-behind which the state helps only requests for another answer to the same prompt. At Qwen3.5-4B's shape a snapshot takes
-50 MB, and on an H200 copying and restoring it took longer than computing so few tokens.
-"""
+"""No snapshot is taken within this many tokens after another one or after the prompt's start: computing them again is
+cheaper than copying and restoring a snapshot (50 MB for Qwen3.5-4B)."""
 
 MAX_LOOKUPS = 20
 """The status shows so many of the latest lookups."""
@@ -141,7 +137,10 @@ class PrefixCache:
     def prepare(self, request: GenerationRequest, plan: PromptPlan) -> PromptPlan | WaitReason:
         """Find and lock the cached part of the prompt; at least one token is left to compute."""
         lookup = self._look_up(request)
-        if (other := self._worth_waiting_for(lookup)) is not None:
+        if (awaited := next(self._worth_waiting_for(lookup), None)) is not None:
+            other, num_shared = awaited
+            if self.needs_snapshots and num_shared not in other.snapshots:
+                other.snapshot_points.add(num_shared)
             self._awaited[request.request_id] = other
             return WaitReason.PREFIX
         self._awaited.pop(request.request_id, None)
@@ -168,11 +167,8 @@ class PrefixCache:
         """
         lookup = self._look_up(request)
         num_cached = lookup.match.num_tokens
-        for other, common in self._in_progress(lookup):
-            if self.needs_snapshots and not self._can_snapshot(other, common):
-                common = other.last_snapshot(common)
-            if common - lookup.match.num_tokens >= WAIT_TOKENS:
-                num_cached = max(num_cached, common)
+        for _, num_shared in self._worth_waiting_for(lookup):
+            num_cached = max(num_cached, num_shared)
         if self._disk is not None:
             found = self._disk.match(lookup.namespace, lookup.key, lookup.match.limit)
             if found is not None and num_cached < found.num_tokens and self._disk.is_worth_reading(found, num_cached):
@@ -184,27 +180,24 @@ class PrefixCache:
         other = self._awaited.get(request_id)
         return other is not None and not other.is_done
 
-    def _worth_waiting_for(self, lookup: Lookup) -> _Prompt | None:
-        """A prompt in progress that shares much more; it is then asked for a snapshot at the branch point."""
-        for other, common in self._in_progress(lookup):
-            if self.needs_snapshots:
-                if self._can_snapshot(other, common):
-                    other.snapshot_points.add(common)
-                common = other.last_snapshot(common)
-            if common - lookup.match.num_tokens >= WAIT_TOKENS:
-                return other
-        return None
+    def _worth_waiting_for(self, lookup: Lookup) -> Iterator[tuple[_Prompt, int]]:
+        """The prompts in progress that share much more, with the length at which the prompt can continue from each.
 
-    def _in_progress(self, lookup: Lookup) -> Iterator[tuple[_Prompt, int]]:
-        """The prompts that are being computed, with the length of the prefix that each shares."""
+        Where the model needs snapshots, that is the branch point or the last snapshot before it.
+        """
         for other in self._prompts.values():
-            if not other.is_done and other.lookup.namespace == lookup.namespace:
-                yield other, min(common_length(other.lookup.key, lookup.key), lookup.match.limit)
+            if other.is_done or other.lookup.namespace != lookup.namespace:
+                continue
+            num_shared = min(common_length(other.lookup.key, lookup.key), lookup.match.limit)
+            if self.needs_snapshots and not self._can_snapshot(other, num_shared):
+                num_shared = other.last_snapshot(num_shared)
+            if num_shared - lookup.match.num_tokens >= WAIT_TOKENS:
+                yield other, num_shared
 
     def _can_snapshot(self, prompt: _Prompt, length: int) -> bool:
         return length > prompt.num_computed and length >= self._shortest_prefix
 
-    def lookup(self, request_id: str) -> Lookup:
+    def lookup_of(self, request_id: str) -> Lookup:
         return self._prompts[request_id].lookup
 
     def lock(self, lookup: Lookup) -> Lookup:
@@ -236,14 +229,17 @@ class PrefixCache:
         assert snapshot is None or isinstance(snapshot, SequenceRecord)
         state.restore_parts(held.num_tokens, spans, snapshot)
 
-    def leave_out(self, request_id: str) -> None:
+    def exclude(self, request_id: str) -> None:
         """The request's prompt is sparse: nothing of it is kept, and no request waits for it."""
         if (prompt := self._prompts.get(request_id)) is not None:
             prompt.is_done = prompt.is_sparse = True
             prompt.snapshot_points.clear()
 
-    def snapshot_points(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
-        """Lengths after `start`, up to and with `end`, at which the request's prompt leaves snapshots."""
+    def begin_chunk(self, request_id: str, start: int, end: int) -> tuple[int, ...]:
+        """Note that the prompt's tokens `start` to `end` are being computed, the first ones as a use of what was found.
+
+        Returns the lengths after `start`, up to and with `end`, at which they leave snapshots.
+        """
         if (prompt := self._prompts.get(request_id)) is None:
             return ()
         if not prompt.has_begun:  # not before: a waiting request may be looked up again and again
@@ -254,7 +250,7 @@ class PrefixCache:
         prompt.num_computed = max(prompt.num_computed, end)
         return tuple(sorted(length for length in prompt.snapshot_points if start < length <= end))
 
-    def keep(self, request_id: str, snapshots: Mapping[int, SequenceRecord]) -> None:
+    def add_snapshots(self, request_id: str, snapshots: Mapping[int, SequenceRecord]) -> None:
         """Take over snapshots from a chunk of the prompt."""
         if (prompt := self._prompts.get(request_id)) is not None:
             prompt.snapshots.update(snapshots)

@@ -87,7 +87,7 @@ def prepare(
 ) -> tuple[Loop | Follower, ModelDescription, ModelMemory]:
     """Everything before the first request, on the engine's thread. share: None for a model without others.
 
-    ranks: that share the model; on others than rank 0 a Follower runs it. All of them call this rank_setup.
+    ranks: that share the model; on others than rank 0 a Follower runs it. All ranks call this together.
     """
     set_up_libraries()
     products = blas.install(config.models.numerics)
@@ -100,9 +100,9 @@ def prepare(
     if files.is_encoder:
         return prepare_encoder(config, files, inbox, here, _device_lines(here, products), turns, share)
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
-    whole = _load_parts(config, files, here, constraints, share, rank_setup, chunk)
+    parts = _load_parts(config, files, here, constraints, share, rank_setup, chunk)
     check_cancelled()
-    loaded, drafting, draft, kv, held = whole.model, whole.drafting, whole.sparse_draft, whole.kv, whole.memory
+    loaded, drafting, draft, kv, held = parts.model, parts.drafting, parts.sparse_draft, parts.kv, parts.memory
     budget_bytes = rank_setup.smallest(held.budget_bytes)
     cost = kv.sample.cost()
     own_context = longest_input(files, loaded.context_length) or knobs.max_model_len or DEFAULT_CONTEXT
@@ -110,36 +110,36 @@ def prepare(
     memory = _memory_budget(budget_bytes - of_draft, cost, drafting)
     context_share = 1.0 if share is None else SHARED_CONTEXT
     max_model_len = chosen_context(knobs.max_model_len, own_context, memory, context_share)
-    disk = open_disk_tier(config, files.directory, loaded, drafting.origin, whole.tower, kv.sample, budget_bytes, here)
+    disk = open_disk_tier(config, files.directory, loaded, drafting.origin, parts.tower, kv.sample, budget_bytes, here)
     wired = () if here.mac is None else (wire(here.mac, knobs.wired, held.weights_bytes + held.others_bytes),)
-    report = (*_device_lines(here, products), *wired, *whole.report(_context_line(max_model_len, memory)))
+    report = (*_device_lines(here, products), *wired, *parts.report(_context_line(max_model_len, memory)))
     report += () if disk is None else (disk.report,)
     report += () if draft is None else (report_line(draft, config, of_draft),)
-    parts, stages = _make_caches(config, files.name, cost, disk, whole.tower, budget_bytes, rank_setup.lead)
+    caches, stages = _make_caches(config, files.name, cost, disk, parts.tower, budget_bytes, rank_setup.lead)
     if draft is not None:
         window = loaded.packed.largest_window
-        parts.sparse = sparse = start_sparse(config, draft, of_draft, chunk, max_model_len, parts.prefixes, window)
+        caches.sparse = sparse = start_sparse(config, draft, of_draft, chunk, max_model_len, caches.prefixes, window)
         stages.append(sparse)
     limits = knobs.max_num_seqs, chunk, max_model_len
     scheduler = Scheduler(*limits, memory=memory, max_queue=knobs.max_queue, stages=stages)
     pool_bytes = int(context_share * memory.budget_bytes)
     states = state_pool(loaded.packed, cost, pool_bytes, knobs.max_num_seqs, max_model_len, kv.forms)
-    runner = _make_runner(files, whole, parts, constraints, states, rank_setup.lead)
+    runner = _make_runner(files, parts, caches, constraints, states, rank_setup.lead)
     warm_up = WarmUp(None, knobs.max_num_seqs, ())
     if files.recipe is None:
         make_warm_up = WarmUp if rank_setup.lead is None else partial(LeadingWarmUp, rank_setup.lead)
         warm_up = prepare_warm_up(make_warm_up, config, loaded, drafting, states, cost, memory, chunk, max_model_len)
     least_bytes = of_draft + max(memory.cost(max_model_len), runner.permanent_bytes)
-    description = _describe(config, files, whole, max_model_len, (*report, *warm_up.report))
+    description = _describe(config, files, parts, max_model_len, (*report, *warm_up.report))
     told = description, ModelMemory(held.weights_bytes, least_bytes, held.most_bytes)
     if ranks is not None and ranks.rank:
-        return Follower(ranks, runner, parts.prefixes, warm_up, knobs.max_num_seqs), *told
+        return Follower(ranks, runner, caches.prefixes, warm_up, knobs.max_num_seqs), *told
     plan = replace(held, budget_bytes=budget_bytes, fixed_bytes=of_draft)
-    return Loop(runner, scheduler, parts, warm_up, plan, memory, inbox, turns), *told
+    return Loop(runner, scheduler, caches, warm_up, plan, memory, inbox, turns), *told
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _LoadedParts:
     """A model with what is loaded beside it. memory: what all of it takes, and what is left."""
 
     model: LoadedModel
@@ -166,7 +166,7 @@ def _load_parts(
     share: MemoryShare | None,
     rank_setup: RankSetup,
     chunk_tokens: int,
-) -> _Whole:
+) -> _LoadedParts:
     # how weights are held depends on the memory that they may take
     its_own = here if share is None else replace(here, memory_bytes=min(here.memory_bytes, share.num_bytes))
     loaded = _load(config, files, its_own, constraints, rank_setup.group)
@@ -184,22 +184,22 @@ def _load_parts(
     tower, lines = (None, ()) if found is None else (found[0], (found[1],))
     kv_sample = _sample(constraints) if config.models.self_check else ()
     kv = prepare_kv(config.engine.kv_bits, files.name, loaded.packed, drafting.head, kv_sample)
-    return _Whole(loaded, drafting, draft, kv, tower, lines, adapters, named, memory)
+    return _LoadedParts(loaded, drafting, draft, kv, tower, lines, adapters, named, memory)
 
 
 def _make_runner(
     files: ModelFiles,
-    whole: _Whole,
-    parts: Parts,
+    parts: _LoadedParts,
+    caches: Parts,
     constraints: ConstraintFactory | None,
     states: StatePool,
     lead: Lead | None,
 ) -> Runner:
-    packed, end, speculator = whole.model.packed, whole.model.tokens.end, whole.drafting.speculator
+    packed, end, speculator = parts.model.packed, parts.model.tokens.end, parts.drafting.speculator
     if files.recipe is not None:
-        return PoolingRunner(packed, end, parts.prefixes, pool=states)
+        return PoolingRunner(packed, end, caches.prefixes, pool=states)
     make = Runner if lead is None else partial(LeadingRunner, lead)
-    given = packed, end, parts.prefixes, constraints, speculator, parts.features, whole.adapters
+    given = packed, end, caches.prefixes, constraints, speculator, caches.features, parts.adapters
     return make(*given, pool=states, ahead=packed.launches_ahead)
 
 
@@ -328,29 +328,29 @@ def _make_caches(
 
     name: identifies the model where there is no disk tier with their fingerprint. lead: tells the other ranks.
     """
-    parts, stages = Parts(ranks=None if lead is None else lead.meter), list[Stage]()
+    caches, stages = Parts(ranks=None if lead is None else lead.meter), list[Stage]()
     if config.engine.prefix_cache == "on":
         weights = f"{name} {config.engine.kv_bits}" if disk is None else disk.weights
-        make_pool = PrefixCache if lead is None else partial(LeadingPrefixCache, lead)
-        pool = make_pool(weights, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, disk=disk)
-        parts.prefixes = pool
-        stages.append(pool)
+        make_prefixes = PrefixCache if lead is None else partial(LeadingPrefixCache, lead)
+        prefixes = make_prefixes(weights, has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, disk=disk)
+        caches.prefixes = prefixes
+        stages.append(prefixes)
         if disk is not None:
-            parts.disk = loader = DiskLoader(disk, pool)
+            caches.disk = loader = DiskLoader(disk, prefixes)
             stages.append(loader)
     if tower is not None:
-        parts.features = features = FeatureCache(tower, int(FEATURES_SHARE * budget_bytes))
+        caches.features = features = FeatureCache(tower, int(FEATURES_SHARE * budget_bytes))
         stages.append(features)
-    return parts, stages
+    return caches, stages
 
 
 def _describe(
-    config: Config, files: ModelFiles, whole: _Whole, max_model_len: int, report: tuple[str, ...]
+    config: Config, files: ModelFiles, parts: _LoadedParts, max_model_len: int, report: tuple[str, ...]
 ) -> ModelDescription:
     return replace(
-        describe(files, whole.model.tokens, whole.model.width, max_model_len, report),
-        takes_media=whole.tower is not None,
-        adapters=whole.named_adapters,
-        sparse_draft=None if whole.sparse_draft is None else whole.sparse_draft.name,
+        describe(files, parts.model.tokens, parts.model.width, max_model_len, report),
+        takes_media=parts.tower is not None,
+        adapters=parts.named_adapters,
+        sparse_draft=None if parts.sparse_draft is None else parts.sparse_draft.name,
         kv_bits=config.engine.kv_bits,
     )

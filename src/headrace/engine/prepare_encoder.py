@@ -8,12 +8,13 @@ from dataclasses import replace
 from headrace.backend.device import Device
 from headrace.config import Config
 from headrace.engine.commands import Command
+from headrace.engine.draft_model import refused
 from headrace.engine.loop import Loop, Parts
 from headrace.engine.memory import chosen_context, plan_memory
 from headrace.engine.pooling import BATCH_TOKENS, EncoderRunner
 from headrace.engine.turns import DeviceTurns
 from headrace.engine.warm_up import WarmUp
-from headrace.errors import ConfigError, ModelError
+from headrace.errors import ModelError
 from headrace.models.pooling.encoder import load_encoder
 from headrace.models.source import ModelFiles
 from headrace.scheduler.admission import MemoryBudget
@@ -60,8 +61,7 @@ def check_knobs(config: Config, files: ModelFiles) -> None:
         ("sparse_draft", knobs.sparse_draft is not None),
     ):
         if is_set:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag}: {files.name} gives vectors or scores, and writes no text", param=name)
+            raise refused(name, f"{files.name} gives vectors or scores, and writes no text")
 
 
 def longest_input(files: ModelFiles, positions: int | None) -> int | None:

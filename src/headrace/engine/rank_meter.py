@@ -34,7 +34,7 @@ class RankMeter:
         self._started = self._estimate_s = self._collective_s = self._step_s = 0.0
 
     def expect(self, collectives: Sequence[Collective], times: CollectiveTimes) -> str:
-        """Estimate the time in collectives by these from now on. Returns a line about them."""
+        """Set the collectives of a forward, and the times that they are estimated by. Returns a line about them."""
         self._collectives, self._times = tuple(collectives), times
         num_bytes = sum(each.num_bytes for each in collectives)
         return (

@@ -101,10 +101,6 @@ class EngineProcess:
         """As of the last report, some tenths of a second ago."""
         return self._memory_in_use
 
-    def exact_memory_in_use(self) -> int:
-        num_bytes: int = self.call_host(methodcaller("memory_in_use"))
-        return num_bytes
-
     def weights_bytes(self, config: Config) -> int:
         num_bytes: int = self.call_host(methodcaller("weights_bytes", config))
         return num_bytes
@@ -162,7 +158,10 @@ class EngineProcess:
             self._on_exit(f"the engine's process {_exit_text(self._process.wait())}")
 
     def _watch(self) -> None:
-        """Ask for a pulse once a second. Its sender waits for no step and no load, at most seconds for the GIL."""
+        """Ask for a pulse once a second.
+
+        The peer's thread that answers never waits for a step or a load, only for the GIL, at most some seconds.
+        """
         self._calls.call("pulse")
         self._has_pulse.wait()  # imports may take longer than any pulse
         while self._exit_reason is None:
@@ -330,7 +329,7 @@ class RemoteCore:
         if self.death is not None:
             return
         self.death = death
-        error = EngineDead(f"the engine is not running: {death}")
+        error = EngineDead.because(death)
         if not self._is_ready.is_set():
             self.failed(error)
         self._process.fail_calls(self, error)

@@ -169,9 +169,8 @@ class Runner:
 
     def _resume(self, live: LiveSequence, record: SequenceRecord) -> None:
         """Make a state from a checkpoint; the step frees each layer of the checkpoint once it has copied it."""
-        live.state = SequenceState(self._pool, record.length + 1)
+        live.state, live.record = SequenceState(self._pool, record.length + 1), None
         live.state.restore(record)
-        live.record = None
 
     def _open(self, requests: Mapping[str, GenerationRequest], chunk: Chunk) -> Window:
         live = self._live.get(chunk.sequence_id)
@@ -181,7 +180,7 @@ class Runner:
             if chunk.start:
                 self._prefixes.restore(request.request_id, live.state)
         if not live.is_sound:
-            raise GenerationFailed("its state was lost when it was preempted")
+            raise GenerationFailed("the request's state could not be kept while it was preempted")
         if live.record is not None:
             self._resume(live, live.record)
         launched, live.launched = live.launched, None
@@ -193,29 +192,36 @@ class Runner:
         if launched is not None:
             window.launched, window.is_committed = launched, True
             return window
-        num_certain = len(chunk.token_ids)
-        points = tuple([each for each in self._snapshot_points(chunk) if each < chunk.start + num_certain])
-        live.state.begin(window.num_tokens, num_certain, points)
+        num_certain, end, points = len(chunk.token_ids), chunk.start + len(chunk.token_ids), tuple[int, ...]()
+        if chunk.is_prompt:
+            points = self._prefixes.begin_chunk(chunk.request_id, chunk.start, end)
+            window.leaves_snapshot = end in points
+        live.state.begin(window.num_tokens, num_certain, tuple([each for each in points if each < end]))
         return window
 
     def _new(self, request: GenerationRequest) -> LiveSequence:
         history = History(request.full_prompt, self._vocab_size) if needs_history(request.sampling) else None
-        state = SequenceState(self._pool, len(request.prompt) + 1)
+        constraint = self._constraint(request)
+        media = self._features.media_of(request)
+        positions = None if request.selected is None else TokenPositions(np.array(request.selected.positions, np.int32))
+        adapter = self.adapters.slot(request)
         draft_state = DraftState(0)
         if self._speculator is not None:
             draft_state = self._speculator.open(request.max_draft_tokens, len(request.prompt))
+        # last, for a state whose sequence fails before it begins would never be freed
+        state = SequenceState(self._pool, len(request.prompt) + 1)
         return LiveSequence(
             state,
             request.sampling,
             history,
             request,
             list(request.prompt),
-            self._constraint(request),
-            self._features.media_of(request),
+            constraint,
+            media,
             draft_state,
-            None if request.selected is None else TokenPositions(np.array(request.selected.positions, np.int32)),
+            positions,
             QueryRecorder() if self._records_queries else None,
-            self.adapters.slot(request),
+            adapter,
         )
 
     def _constraint(self, request: GenerationRequest) -> Constraint | None:
@@ -223,12 +229,6 @@ class Runner:
             return None
         assert self._constraints is not None, "the engine refuses constraints that it has no factory for"
         return self._constraints.begin(request.constraint, request.stop_token_ids)
-
-    def _snapshot_points(self, chunk: Chunk) -> tuple[int, ...]:
-        """Lengths up to the chunk's end at which a prompt leaves snapshots."""
-        if chunk.output_index > 0:
-            return ()
-        return self._prefixes.snapshot_points(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids))
 
     def _compute(self, windows: Sequence[Window]) -> None:
         """Compute the windows' results with at most one forward and one wait for the device."""
@@ -240,7 +240,7 @@ class Runner:
         sampled = isolate_each(windows, Window.sampling_rows, Window.fail)
         numbers = [number for one, own in zip(windows, sampled, strict=True) if own for number in one.sampled_logits]
         draws = Draws(logits, numbers, [row for own in sampled for row in own])
-        prompts = [one for one in windows if one.chunk.output_index == 0]
+        prompts = [one for one in windows if one.chunk.is_prompt]
         states = self._model.launch(logits, rows) if prompts else self._model.unevaluated(rows)
         if prompts:
             self._close_prompts(prompts)  # copies of the states are launched after them
@@ -286,17 +286,21 @@ class Runner:
             live.state.commit(num_committed)
         if not is_drawn:
             live.is_sound = False
-        elif chunk.samples and chunk.output_index == 0:
+        elif chunk.samples and chunk.is_prompt:
             self._prefixes.store(chunk.request_id, live.token_ids, live.state)
-        results = [result] if is_drawn else []
-        if not is_drawn:
-            self._failures.append(not_drawn(chunk.sequence_id, live.constraint))
+        results: list[ChunkResult] = []
+        failures: list[ChunkFailure] = []  # an error below fails all of these sequences, each of them once
+        if is_drawn:
+            results.append(result)
+        else:
+            failures.append(not_drawn(chunk.sequence_id, live.constraint))
         if chunk.forks:
-            results += self._fork(window)
+            self._fork(window, results, failures)
         if live.launched is not None:
             confirm(live, token_ids[-1])
         if is_drawn:
             live.grow(token_ids)
+        self._failures += failures
         return results
 
     def _close_prompts(self, prompts: Sequence[Window]) -> None:
@@ -315,9 +319,9 @@ class Runner:
         """Give the prefix cache copies of the states after a prompt's chunk; it stores them once a token is drawn."""
         chunk, live = window.chunk, window.live
         snapshots = live.state.take_snapshots()
-        if live.state.length in self._snapshot_points(chunk):
+        if window.leaves_snapshot:
             snapshots[live.state.length] = live.state.snapshot()
-        self._prefixes.keep(chunk.request_id, snapshots)
+        self._prefixes.add_snapshots(chunk.request_id, snapshots)
         if chunk.samples:
             self._prefixes.copy(chunk.request_id, live.state)
 
@@ -325,20 +329,19 @@ class Runner:
         if self._speculator is not None and lives:
             self._speculator.catch_up(lives)
 
-    def _fork(self, window: Window) -> list[ChunkResult]:
+    def _fork(self, window: Window, results: list[ChunkResult], failures: list[ChunkFailure]) -> None:
+        """Begin the forks of a window, and add the result or failure of each."""
         record = window.live.state.checkpoint()
-        results = []
         for choice, (sequence_id, token_id) in enumerate(zip(window.chunk.forks, window.forked, strict=True), start=1):
             fork = self._live[sequence_id] = self._new(window.live.request)
             fork.params = params_of_choice(fork.params, choice)
             fork.state.restore(record)
             if token_id == NO_TOKEN:
-                self._failures.append(not_drawn(sequence_id, fork.constraint))
+                failures.append(not_drawn(sequence_id, fork.constraint))
                 continue
             fork.grow([token_id])
             logprobs = [each for each in window.forked_logprobs[choice - 1 : choice] if each is not None]
             results.append(ChunkResult(sequence_id, 0, (token_id,), tuple(logprobs)))
-        return results
 
     @property
     def step_s(self) -> float:
@@ -364,18 +367,18 @@ class Runner:
         ended = [live for live in found if live is not None and live.record is None]
         if not ended:
             return
-        with isolated(partial(self._forget_answers, ended)), self._pool.together():
-            isolate_each(ended, self._keep_answer, _forget_answer)
+        with isolated(partial(self._evict_failed_copies, ended)), self._pool.together():
+            isolate_each(ended, self._store_answer, _log_unstored)
         for live in ended:
             live.state.release()
 
-    def _keep_answer(self, live: LiveSequence) -> None:
+    def _store_answer(self, live: LiveSequence) -> None:
         if self._prefixes.is_on and live.is_sound and live.state.length:
             self._catch_up([live])
             was_drawn_from = live.num_output > 0
             self._prefixes.store(live.request.request_id, live.token_ids, live.state, was_drawn_from=was_drawn_from)
 
-    def _forget_answers(self, ended: Sequence[LiveSequence], error: Exception) -> None:
+    def _evict_failed_copies(self, ended: Sequence[LiveSequence], error: Exception) -> None:
         # the answers are complete, but the copies of their states failed together, as they were launched together
         logger.error("the states of %d ended sequences are not stored in the prefix cache", len(ended), exc_info=error)
         self._prefixes.evict(sys.maxsize)
@@ -388,5 +391,5 @@ class Runner:
         self._live.clear()
 
 
-def _forget_answer(live: LiveSequence, error: Exception) -> None:
+def _log_unstored(live: LiveSequence, error: Exception) -> None:
     logger.error("the state of %s is not stored in the prefix cache", live.request.request_id, exc_info=error)

@@ -149,7 +149,7 @@ class EngineThread:
         return files.fingerprint
 
     def dead(self) -> EngineDead:
-        return EngineDead(f"the engine is not running: {self.death}")
+        return EngineDead.because(self.death)
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the thread after the step in progress; requests that are still running get EngineDead.
@@ -169,7 +169,7 @@ class EngineThread:
 
     def _lost(self, reason: str) -> None:
         """Another rank has ended. The thread may wait for it in MLX, for ever."""
-        error = EngineDead(f"the engine is not running: {reason}")
+        error = EngineDead.because(reason)
         if not self._is_ready.is_set() and not self._is_ready.wait(
             _JOIN_TIMEOUT_S
         ):  # it may have a better reason itself
@@ -214,7 +214,7 @@ class EngineThread:
             kind = f"its thread ended with {type(error).__name__}"
             self.death = error.message if isinstance(error, HeadraceError) else kind
             logger.error("the engine's thread died: %s", self.death, exc_info=not isinstance(error, EngineDead))
-        loop.fail_all(EngineDead(f"the engine is not running: {self.death}"))
+        loop.fail_all(EngineDead.because(self.death))
 
     def _not_served(self, error: BaseException) -> ModelError:
         logger.debug("the model can't be served", exc_info=error)

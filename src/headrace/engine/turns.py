@@ -21,7 +21,7 @@ class DeviceTurns:
         self._waiting: deque[threading.Event] = deque()
 
     @contextmanager
-    def mine(self) -> Iterator[None]:
+    def take(self) -> Iterator[None]:
         """Around work on the device. Not reentrant."""
         self._take()
         try:

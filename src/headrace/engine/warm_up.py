@@ -24,13 +24,13 @@ from headrace.scheduler.admission import MemoryBudget
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculate.depth import DepthPlanner, DraftForecast
 from headrace.speculate.drafter import Drafter
-from headrace.speculate.drafts import Drafts, RankedDraft, Source
+from headrace.speculate.drafts import Drafts, DraftSource, RankedDraft
 from headrace.speculate.ranking import Ranking, RowAcceptance
 from headrace.speculate.speculator import Speculator
 from headrace.state.sequence import StateCost
 from headrace.state.slabs import StatePool
 from headrace.types.request import Boundary, BoundaryKind, GenerationRequest
-from headrace.types.status import StepForms, WarmUpStatus
+from headrace.types.status import StepVariants, WarmUpStatus
 
 _SHARE = 0.25
 """Of the engine's time, at most, while it has requests."""
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class WarmUpTarget:
     """What requests are served with. drafter: None if nothing is drafted. num_tokens: in the vocabulary.
 
     make_cache: makes an empty prefix cache.
@@ -53,7 +53,7 @@ class Served:
     make_cache: Callable[[], PrefixCache]
 
     @property
-    def num_forms(self) -> int:
+    def num_variants(self) -> int:
         return self.model.num_new_variants if self.drafter is None else self.drafter.num_new_variants
 
 
@@ -63,31 +63,33 @@ class WarmUp:
     A piece is short and leaves nothing behind, so that the engine can serve requests between any two.
     """
 
-    def __init__(self, served: Served | None, max_num_seqs: int, pieces: Sequence[WarmUpPiece]) -> None:
-        """served: None if there are no pieces. max_num_seqs: rows of a piece and of requests together."""
-        self._given = served
+    def __init__(self, target: WarmUpTarget | None, max_num_seqs: int, pieces: Sequence[WarmUpPiece]) -> None:
+        """target: None if there are no pieces. max_num_seqs: rows of a piece and of requests together."""
+        self._given = target
         self._max_num_seqs = max_num_seqs
         self._left = list(pieces)
         self._num_failed = 0
         self._seconds = self._last_s = self._since_s = 0.0
         """Of all pieces so far, of the last one, and of steps with requests since then."""
-        self._num_forms_when_ready = self._num_forms
+        self._num_variants_when_ready = self._num_variants
         self.status = WarmUpStatus(num_pieces=len(pieces))
         """As of the last piece; may be read in any thread."""
         self.report: tuple[str, ...] = ()
         """A line for start-up if there is anything to warm up."""
         if pieces:
             most = max(piece.num_rows for piece in pieces)
-            self.report = (f"warm-up: steps of up to {most} rows, while requests are served, but slowly",)
+            self.report = (
+                f"warm-up: builds steps of up to {most} rows between requests, which are served more slowly until then",
+            )
 
     @property
-    def _served(self) -> Served:
+    def _target(self) -> WarmUpTarget:
         assert self._given is not None, "only pieces need it"
         return self._given
 
     @property
-    def _num_forms(self) -> int:
-        return 0 if self._given is None else self._given.num_forms
+    def _num_variants(self) -> int:
+        return 0 if self._given is None else self._given.num_variants
 
     @property
     def is_over(self) -> bool:
@@ -100,27 +102,27 @@ class WarmUp:
 
     @property
     def num_bytes(self) -> int:
-        return self._left[0].num_bytes(self._served.memory)
+        return self._left[0].num_bytes(self._target.memory)
 
     def fits(self, num_running: int, reserved_bytes: int) -> bool:
         """Whether there are bytes and rows for the next piece besides those of started requests."""
-        has_room = self.num_bytes <= self._served.memory.budget_bytes - reserved_bytes
+        has_room = self.num_bytes <= self._target.memory.budget_bytes - reserved_bytes
         return has_room and self._left[0].num_rows <= self._max_num_seqs - num_running
 
     def drop_larger(self) -> None:
         """Leave out pieces that need more memory than there is now."""
         if self.is_over:
             return
-        budget_bytes = self._served.memory.budget_bytes
-        left = [piece for piece in self._left if piece.num_bytes(self._served.memory) <= budget_bytes]
+        budget_bytes = self._target.memory.budget_bytes
+        left = [piece for piece in self._left if piece.num_bytes(self._target.memory) <= budget_bytes]
         num_pieces = self.status.num_pieces - len(self._left) + len(left)
         self._left, self.status = left, replace(self.status, num_pieces=num_pieces)
 
-    def forms(self) -> StepForms:
-        num_built = self._num_forms
-        return StepForms(num_built, num_built - self._num_forms_when_ready if self.is_over else 0)
+    def variants(self) -> StepVariants:
+        num_built = self._num_variants
+        return StepVariants(num_built, num_built - self._num_variants_when_ready if self.is_over else 0)
 
-    def served(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         self._since_s += seconds
 
     def advance(self) -> None:
@@ -132,7 +134,7 @@ class WarmUp:
         num_pieces = self.status.num_pieces
         self.status = WarmUpStatus(num_pieces, num_pieces - len(self._left), self._num_failed, self._seconds)
         if self.is_over:
-            self._num_forms_when_ready = self._num_forms
+            self._num_variants_when_ready = self._num_variants
             failed = f", {self._num_failed} of {num_pieces} pieces failed" if self._num_failed else ""
             logger.info("ready: steps were warmed up in %.1f s%s", self._seconds, failed)
 
@@ -144,11 +146,11 @@ class WarmUp:
             self._num_failed += 1
 
         with isolated(fail):
-            _SyntheticRequests(piece, self._served).run()
+            _SyntheticRequests(piece, self._target).run()
 
 
 def prepare_warm_up(
-    make: Callable[[Served | None, int, Sequence[WarmUpPiece]], WarmUp],
+    make: Callable[[WarmUpTarget | None, int, Sequence[WarmUpPiece]], WarmUp],
     config: Config,
     loaded: LoadedModel,
     drafting: DrafterSetup,
@@ -164,9 +166,9 @@ def prepare_warm_up(
         PrefixCache, "", has_spans=cost.has_spans, needs_snapshots=cost.needs_snapshots, shortest_prefix=1
     )
     drafter = None if drafting.speculator is None else drafting.speculator.drafter
-    served = Served(packed, drafter, pool, loaded.tokens.end, memory, make_cache)
+    target = WarmUpTarget(packed, drafter, pool, loaded.tokens.end, memory, make_cache)
     if not packed.is_compiled:
-        return make(served, knobs.max_num_seqs, ())
+        return make(target, knobs.max_num_seqs, ())
     max_rows = min(knobs.max_num_seqs, MOST_ROWS, memory.budget_bytes // memory.cost(PROMPT_TOKENS))
     most_tokens = min(chunk_tokens, compiled.MOST_TOKENS)
     prefills = drafter is not None and drafter.draft_model is not None
@@ -174,32 +176,32 @@ def prepare_warm_up(
     fitting = [
         piece for piece in found if piece.num_tokens <= max_model_len and piece.num_bytes(memory) <= memory.budget_bytes
     ]
-    return make(served, knobs.max_num_seqs, fitting)
+    return make(target, knobs.max_num_seqs, fitting)
 
 
 class _SyntheticRequests:
     """The requests of a piece, with a scheduler and a runner that nothing else uses."""
 
-    def __init__(self, piece: WarmUpPiece, served: Served) -> None:
+    def __init__(self, piece: WarmUpPiece, target: WarmUpTarget) -> None:
         self._piece = piece
-        self._num_tokens = served.num_tokens
+        self._num_tokens = target.num_tokens
         self._planned = _PlannedDrafts()
         self._speculator = None
-        if served.drafter is not None:
+        if target.drafter is not None:
             most = max([each.number for each in piece.drafts], default=0)
-            self._speculator = Speculator(served.drafter, most, self._planned, _DraftsAllPlanned(self._planned))
-        prefixes = served.make_cache() if piece.num_snapshots else None
+            self._speculator = Speculator(target.drafter, most, self._planned, _DraftsAllPlanned(self._planned))
+        prefixes = target.make_cache() if piece.num_snapshots else None
         stages = [] if prefixes is None else [prefixes]
         self._scheduler = Scheduler(
             piece.num_rows,
             piece.num_rows * piece.num_tokens,  # so that all prompts are computed together
             piece.num_tokens,
-            memory=served.memory,
+            memory=target.memory,
             stages=stages,
         )
-        ahead = served.model.launches_ahead
+        ahead = target.model.launches_ahead
         self._runner = Runner(
-            served.model, served.num_tokens, prefixes, speculator=self._speculator, ahead=ahead, pool=served.pool
+            target.model, target.num_tokens, prefixes, speculator=self._speculator, ahead=ahead, pool=target.pool
         )
         self._num_requests = 0
 
@@ -264,8 +266,8 @@ class _PlannedDrafts(Ranking):
     def best(self, acceptance: RowAcceptance, max_drafts: int, **others: Any) -> Drafts:
         number = min(self.drafts.number, max_drafts)
         if self.drafts.by_model:
-            return Drafts((), (RankedDraft(Source.MODEL, 0, 1.0),) * number)
-        return Drafts((0,) * number, (RankedDraft(Source.FORCED, 0, 1.0),) * number)
+            return Drafts((), (RankedDraft(DraftSource.MODEL, 0, 1.0),) * number)
+        return Drafts((0,) * number, (RankedDraft(DraftSource.FORCED, 0, 1.0),) * number)
 
 
 class _DraftsAllPlanned(DepthPlanner):

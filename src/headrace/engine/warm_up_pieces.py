@@ -77,10 +77,10 @@ def pieces_for(
         for sampling in (GREEDY, _SAMPLED):
             found.append(WarmUpPiece(num_rows, sampling=sampling, drafts=_PLAIN_STEPS))
             if max_drafts:
-                found.append(WarmUpPiece(num_rows, sampling=sampling, drafts=_reading(max_drafts)))
+                found.append(WarmUpPiece(num_rows, sampling=sampling, drafts=_with_head_prefills(max_drafts)))
         windows = _sizes(next_power_of_two, 1 + max_drafts)
         found += [WarmUpPiece(num_rows, drafts=_both(length - 1)) for length in windows[1:-1]]
-        # steps of as many tokens, whose windows may be of any length, have one form
+        # steps of as many tokens, whose windows may be of any length, have one variant
         found += [WarmUpPiece(num_rows, length) for length in _sizes(next_power_of_two, LONGEST_WINDOW)]
         if max_drafts:
             found += _short_prompts_beside_drafts(num_rows, max_drafts)
@@ -125,7 +125,7 @@ def _both(number: int) -> tuple[RowDrafts, ...]:
     return RowDrafts(number, by_model=True), RowDrafts(number, by_model=False)
 
 
-def _reading(number: int) -> tuple[RowDrafts, ...]:
+def _with_head_prefills(number: int) -> tuple[RowDrafts, ...]:
     """Steps with drafts, with a head prefill of one token per row, two, up to four and up to eight."""
     by_model, known = _both(number)
     few, more, many = _PLAIN_STEPS[:1], _PLAIN_STEPS[:2], _PLAIN_STEPS

@@ -89,7 +89,7 @@ class LiveSequence:
         if self.constraint is not None:
             self.constraint.accept(token_ids)
 
-    # This and the following make it a `DraftableSequence`.
+    # What follows is read by the speculator only, see `DraftableSequence`.
     @property
     def is_launched(self) -> bool:
         return self.launched is not None
@@ -120,6 +120,7 @@ class Window:
     tokens of the chunk need logits.
     lo: its first row among the step's logits.
     launched: its logits, if they were launched with the last step.
+    leaves_snapshot: the prompt leaves a snapshot at its end.
     is_committed: the state has committed its tokens, which are all certain.
     error: why the row failed.
     gained, forked: tokens that the sequence gains, and the first one of each fork.
@@ -137,6 +138,7 @@ class Window:
     following: tuple[int, ...] = ()
     lo: int = 0
     launched: LaunchedLogits | None = None
+    leaves_snapshot: bool = False
     is_committed: bool = False
     error: Exception | None = None
     gained: Sequence[int] = ()
@@ -282,5 +284,5 @@ def failures_of(chunk: Chunk, error: BaseException) -> list[ChunkFailure]:
 def not_drawn(sequence_id: str, constraint: Constraint | None) -> ChunkFailure:
     if constraint is not None:
         return ChunkFailure(sequence_id, GrammarFailed("the answer's grammar leaves no token that can be drawn"))
-    error = GenerationFailed("no token can be drawn: the logits are not numbers, or every token is banned")
+    error = GenerationFailed("no token can be drawn: the logits are NaN or infinite, or every token is banned")
     return ChunkFailure(sequence_id, error)

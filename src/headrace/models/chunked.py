@@ -110,4 +110,4 @@ def by_rows(compute: Callable[[mx.array], mx.array], x: mx.array, row_work: int,
         recorder.record(compute(x[..., lo : lo + at_once, :]), min(at_once, num_rows - lo) * row_work)
         for lo in range(0, num_rows, at_once)
     ]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
+    return mx.concatenate(parts, axis=-2)

@@ -19,7 +19,7 @@ from headrace.lru_cache import LruCache
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.padding import padded_size
-from headrace.models.step import CompiledLayers, KernelInputs, PackedStep, Table, Windows
+from headrace.models.step import CompiledLayers, KernelInputs, PackedStep, SlidingWindows, Table
 from headrace.state.layer import LayerKey
 
 FusedMixer = CudaAttentionMixer | CudaDeltaMixer
@@ -43,7 +43,9 @@ _Sizes = tuple[int, int, int, bool]
 class CompiledSteps:
     """For a model, or a prediction head, whose mixers are all our kernels."""
 
-    def __init__(self, body: Body, mixers: Mapping[LayerKey, FusedMixer], windows: Windows, kernels: Kernels) -> None:
+    def __init__(
+        self, body: Body, mixers: Mapping[LayerKey, FusedMixer], windows: SlidingWindows, kernels: Kernels
+    ) -> None:
         """windows: of the mixers, in their order."""
         self._body = body
         self._mixers = mixers

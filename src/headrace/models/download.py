@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, tqdm
 
-from headrace.cancellation import check_cancelled
+from headrace.cancellation import Cancellation, call_cancellable, check_cancelled, interrupted_by
 from headrace.errors import ModelError
 from headrace.isolation import first_line
 from headrace.models.hub import HTTP_ERROR, HubFile, Repository, cache_of, split_revision, unfinished
@@ -57,7 +58,7 @@ def fetch(repository: Repository) -> Path:
 
     A file gets its place in the snapshot when it is whole, weights after all others.
     """
-    mark_in_use(cache_of(repository.name))
+    mark_in_use(cache_of(repository.name), repository.name)
     download = Download(repository, time.monotonic(), repository.fetched_bytes)
     _under_way.append(download)
     try:
@@ -74,11 +75,14 @@ def _fetch_weights(repository: Repository) -> None:
         each for each in repository.missing if each.is_large and each.num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE
     ]
     pool = ThreadPoolExecutor(_MOST_AT_ONCE)
+    # of all files: if one fails, the others end, too
+    cancellation = Cancellation()
     try:
-        # each in this context, so that the download can be cancelled
-        calls = [pool.submit(copy_context().run, _fetch_large, repository, file) for file in large]
-        for done in as_completed(calls):
-            done.result()
+        with interrupted_by(cancellation.cancel):
+            work = [partial(call_cancellable, cancellation, partial(_fetch_large, repository, file)) for file in large]
+            calls = [pool.submit(copy_context().run, each) for each in work]
+            for done in as_completed(calls):
+                done.result()
     except (GatedRepoError, RepositoryNotFoundError):
         raise
     except HTTP_ERROR as error:
@@ -86,6 +90,7 @@ def _fetch_weights(repository: Repository) -> None:
             f"the download of {repository.name} broke off ({first_line(error)}); the same command continues from there"
         ) from error
     finally:
+        cancellation.cancel()
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -116,22 +121,22 @@ def _fetch_large(repository: Repository, file: HubFile) -> None:
     with WeakFileLock(lock):  # the one that huggingface_hub takes
         if blob.exists():
             return
-        partial = unfinished(blob)
-        with partial.open("ab") as out:
+        part = unfinished(blob)
+        with part.open("ab") as out:
             if out.tell() > file.num_bytes:
                 out.truncate(0)
             http_get(
                 hf_hub_url(split_revision(repository.name)[0], file.name, revision=repository.commit),
                 out,
-                resume_size=partial.stat().st_size,
+                resume_size=part.stat().st_size,
                 headers=build_hf_headers(),
                 expected_size=file.num_bytes,
                 tqdm_class=_NoBar,
             )
-        if sha256_of(partial) != file.blob:
-            partial.unlink()
+        if sha256_of(part) != file.blob:
+            part.unlink()
             raise ModelError(f"{repository.name}: {file.name} came damaged and was deleted; fetch it again")
-        partial.replace(blob)
+        part.replace(blob)
 
 
 def sha256_of(path: Path) -> str:

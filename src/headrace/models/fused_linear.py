@@ -47,7 +47,7 @@ class FusedLinear:
         self._products = [product for product, _ in products]
         self._own = products[0][1] if len(products) == 1 else None
         self.adds_residual = self._own is not None and self._own.scales is not None and self._group is None
-        """Whether the residual is best added here: behind dense weights, and sums over ranks, the norm adds it."""
+        """Whether the residual is best added here: after dense weights, and sums over ranks, the norm adds it."""
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x: `[…, input width]`; residual: what is added to the output, of the same shape."""
@@ -60,7 +60,7 @@ class FusedLinear:
 
     def _joined(self, x: mx.array) -> mx.array:
         outputs = [product(x) for product in self._products]
-        found = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+        found = mx.concatenate(outputs, axis=-1)
         if self._group is None:
             return found
         found = mx.distributed.all_sum(found, group=self._group)
@@ -78,7 +78,7 @@ class FusedLinear:
             part.change(x, piece) if isinstance(part, LoraModule) else piece
             for part, piece in zip(self._parts, pieces, strict=True)
         ]
-        return changed[0] if len(changed) == 1 else mx.concatenate(changed, axis=-1)
+        return mx.concatenate(changed, axis=-1)
 
     def gated(self, x: mx.array) -> mx.array:
         """silu(gate) · value, where the output is gates and then values."""

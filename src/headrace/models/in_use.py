@@ -9,15 +9,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.errors import ModelError
+
 _held: dict[Path, int] = {}
 
 
-def mark_in_use(folder: Path) -> None:
-    """Mark a folder as in use until this process ends, so that it is not `unused` elsewhere."""
+def mark_in_use(folder: Path, name: str) -> None:
+    """Mark a folder as in use until this process ends, so that it is not `unused` elsewhere.
+
+    name: of the model in it. Raises ModelError if another process is removing it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    if folder not in _held:
-        _held[folder] = os.open(folder, os.O_RDONLY)
-        _lock(_held[folder], fcntl.LOCK_SH)
+    if folder in _held:
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    if not (_lock(descriptor, fcntl.LOCK_SH) and _is_at(descriptor, folder)):
+        os.close(descriptor)
+        raise ModelError(f"{name} is being removed by another Headrace; once that has ended, it can be fetched again")
+    _held[folder] = descriptor
+
+
+def _is_at(descriptor: int, folder: Path) -> bool:
+    """Whether the open folder still has its name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from headrace.models.patches import is_rope, takes
-from headrace.models.step import Windows
+from headrace.models.step import SlidingWindows
 from headrace.models.vlm import VlmWrapper
 from headrace.state.module import caches_in
 
@@ -140,7 +140,7 @@ def choose_levels(model: Any) -> dict[type[nn.Module], Level]:
     return levels
 
 
-def windows_of(model: Any) -> Windows:
+def windows_of(model: Any) -> SlidingWindows:
     """Sliding windows by entry of the model's cache list, read from the caches that it would make."""
     return tuple(_window(entry) for entry in make_prompt_cache(model))
 

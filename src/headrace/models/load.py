@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from headrace.backend.cuda.shapes import DeltaHeads
-from headrace.backend.device import Device
+from headrace.backend.device import Device, dtype_name
 from headrace.backend.gated_delta import is_library_faster
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
@@ -191,7 +191,7 @@ class _Loader:
             kernels = replace(kernels, has_accelerators=True)
         if device.kind == "metal" and kernels.numerics == "fast":
             kernels = replace(kernels, scans_by_library=_scans_by_library(loaded.model))
-        precision = str(logits.dtype).removeprefix("mlx.core.")
+        precision = dtype_name(logits.dtype)
         num_rows = loaded.model.num_ids if isinstance(loaded.model, Trunk) else logits.shape[-1]
         if self.self_check:
             checked = check(loaded.model, kernels, num_rows, precision)

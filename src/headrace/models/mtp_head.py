@@ -58,14 +58,14 @@ class HeadOutputs:
     """Of each row's last token, not evaluated: the hidden state for the next one `[R, hidden]`, and logits
     `[R, vocab_size]` by the trunk's output matrix."""
 
-    rows: mx.array
+    hidden: mx.array
     logits: mx.array
 
 
 class MtpHead:
     """A head beside a packed trunk, whose embeddings and output matrix it borrows.
 
-    Its keys and values are one more layer of each sequence's state; the hidden states that it has yet to read another.
+    Each sequence's state has two more layers for it: its keys and values, and the hidden states that it is yet to read.
     """
 
     def __init__(self, trunk: PackedModel, module: HeadModule, report: str) -> None:
@@ -89,7 +89,7 @@ class MtpHead:
     def hidden_of(self, state: SequenceState) -> HiddenState:
         return state.layer(self._trunk.hidden_key, HiddenState)
 
-    def read(
+    def forward(
         self, rows: Sequence[Row], hidden: mx.array, ids: mx.array | None = None, *, launch: bool = True
     ) -> HeadOutputs:
         """Read tokens of all rows, from each one's `start` on, in one packed step. Their media are those of the tokens,
@@ -118,7 +118,7 @@ class MtpHead:
         outputs = HeadOutputs(*(array if array.shape[0] == len(picks) else array[: len(picks)] for array in found))
         if launch and self._patches.writes_in_place:
             # the head's keys and values are needed even where its output is not
-            mx.async_eval(outputs.rows)
+            mx.async_eval(outputs.hidden)
         return outputs
 
     def _body(

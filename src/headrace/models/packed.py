@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.cuda.shapes import LONGEST_WINDOW
 from headrace.backend.kernels import Kernels
-from headrace.backend.transfer import to_device
+from headrace.backend.transfer import pick, to_device
 from headrace.errors import ModelError
 from headrace.models.compiled import CompiledSteps
 from headrace.models.install import Patches
@@ -25,7 +25,7 @@ from headrace.models.mixers.cuda_delta import CudaDeltaMixer
 from headrace.models.mixers.rowwise import run_rows
 from headrace.models.patches import views_of
 from headrace.models.positions import find_sections
-from headrace.models.sharding import gathered
+from headrace.models.sharding import all_gathered
 from headrace.models.step import PackedStep, Row
 from headrace.models.vlm import VlmWrapper
 from headrace.state.hidden import HiddenState
@@ -94,19 +94,19 @@ class PackedModel:
         """As `forward`, but not launched as a whole: evaluate the logits before anything else is done with the rows."""
         loras = self.loras if any(row.adapter != BASE for row in rows) else None
         if self._compiled is not None and loras is None:
-            are_windows = [row.is_window and row.recorder is None for row in rows]
-            if any(are_windows) and not all(are_windows):
-                return self._in_two(rows, are_windows, picks, ids)
+            are_short = [row.is_short and row.recorder is None for row in rows]
+            if any(are_short) and not all(are_short):
+                return self._in_two(rows, are_short, picks, ids)
         return self._graph(rows, picks, ids, loras)
 
     def _in_two(
-        self, rows: Sequence[Row], are_windows: Sequence[bool], picks: Sequence[int], ids: mx.array | None
+        self, rows: Sequence[Row], are_short: Sequence[bool], picks: Sequence[int], ids: mx.array | None
     ) -> mx.array:
         starts = [0, *accumulate([len(row.token_ids) for row in rows])]
         parts: list[mx.array] = []
         order: list[int] = []
-        for is_window in (True, False):
-            own = [number for number, each in enumerate(are_windows) if each is is_window]
+        for is_short in (True, False):
+            own = [number for number, each in enumerate(are_short) if each is is_short]
             tokens = [token for number in own for token in range(starts[number], starts[number + 1])]
             index_of = {token: index for index, token in enumerate(tokens)}
             wanted = [pick for pick in picks if pick in index_of]
@@ -120,9 +120,7 @@ class PackedModel:
             mx.async_eval(found)
             parts.append(found[: len(wanted)])
             order += wanted
-        logits = mx.concatenate(parts)
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return logits if back == list(range(len(back))) else logits[to_device(back, mx.int32)]
+        return pick(mx.concatenate(parts), sorted(range(len(order)), key=order.__getitem__))
 
     def _graph(self, rows: Sequence[Row], picks: Sequence[int], ids: mx.array | None, loras: Loras | None) -> mx.array:
         step = self._pack(rows, picks, loras)
@@ -199,7 +197,7 @@ class PackedModel:
     ) -> mx.array | None:
         tap = self._patches.tap
         # logits of all tokens of windows: steps with fewer would be further variants
-        takes_all = all(row.is_window for row in rows)
+        takes_all = all(row.is_short for row in rows)
         taken = range(step.num_tokens) if takes_all else picks
         found = compiled.run(step, ids, taken, variant=(tap.keeps_hidden, tap.is_normed))
         if found is None:
@@ -320,7 +318,7 @@ class PackedModel:
         """Normed hidden rows `[1, n, hidden]` to logits `[n, num_ids]`, as at the end of the model's forward."""
         text = self.text_model
         if "lm_head" in text:
-            return self._of_tokens(gathered(text.lm_head(hidden), text).squeeze(0))
+            return self._of_tokens(all_gathered(text.lm_head(hidden), text).squeeze(0))
         return self._of_tokens(text.model.embed_tokens.as_linear(hidden).squeeze(0))
 
     def restore(self) -> None:

@@ -62,7 +62,7 @@ class PaddedSize:
 def padded_size(rows: Sequence[Row]) -> PaddedSize:
     """Chunks are padded more coarsely, since the device takes longer for them anyway."""
     num_tokens = rows[-1].hi
-    if all(row.is_window for row in rows):
+    if all(row.is_short for row in rows):
         num_rows = padded_rows(len(rows))
         return PaddedSize(num_rows, num_rows * next_power_of_two(-(-num_tokens // num_rows)))
     return PaddedSize(padded_chunks(len(rows)), padded_chunk_tokens(num_tokens))

@@ -68,7 +68,7 @@ class PackedRope(nn.Module):
         most = largest_rope_batch(self.rope, tokens.shape[1])
         blocks = range(0, tokens.shape[0], most)
         rotated = [self.rope(tokens[lo : lo + most], offset=offset[lo : lo + most]) for lo in blocks]
-        by_token: mx.array = rotated[0] if len(rotated) == 1 else mx.concatenate(rotated)
+        by_token: mx.array = mx.concatenate(rotated)
         return by_token.transpose(2, 1, 0, 3)
 
 
@@ -145,7 +145,7 @@ def takes(module: nn.Module, parameter: str) -> bool:
 
 @dataclass(slots=True)
 class Tap:
-    """Settings of the final norm's wrapper for the current step."""
+    """What the current step wants of the final norm's wrapper, and what that keeps for it."""
 
     picks: mx.array | None = None
     """Indices of the packed tokens whose logits are wanted; None for all."""

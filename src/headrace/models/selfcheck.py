@@ -23,7 +23,7 @@ from headrace.backend.kernels import Kernels
 from headrace.cancellation import check_cancelled
 from headrace.errors import ModelError
 from headrace.families.registry import find_family
-from headrace.isolation import errors_as
+from headrace.isolation import errors_as, first_line
 from headrace.models.levels import Level, Levels, choose_levels
 from headrace.models.mixers.cuda_attention import SHORT_ROW_TOKENS
 from headrace.models.packed import PackedModel
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 LENGTH = 12
 """Tokens per row."""
 LONG_CHUNK = SHORT_ROW_TOKENS + 4
-"""Tokens that the first row has besides where kernels of ours stand: more than a window of theirs takes."""
+"""Tokens that the first row has besides with our CUDA kernels: more than one of their windows holds."""
 STEPS = (((5, 0), (0, 0)), ((2, 0), (6, 0)), ((1, 2), (1, 1)), ((1, 2), (2, 0)), ((3, 0), (3, 0)))
 """Per step and row: tokens of the row, then junk drafts that are rejected."""
-WITHOUT_KERNELS = "layers made of kernels of ours differ from the untouched model's: they run as on other devices"
+WITHOUT_KERNELS = "results of our CUDA kernels differ from mlx-lm's: these layers run without them"
 TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2}
-"""Largest difference of a logit, relative to the largest logit, by precision: what summation orders make."""
+"""By precision: the largest difference of a logit, relative to the largest logit, that other orders of sums make."""
 MOST_NOISE = 4
 """Times the tolerance: a model whose results depend on the cut more than that is beyond comparison."""
 
@@ -141,21 +141,25 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
     fused = [(chosen, kernels, ())] if kernels.fuses_layers else []
     fallback_note = (WITHOUT_KERNELS,) if fused else ()
     kernels = replace(kernels, fuses=False)
+    failure: ModelError | None = None
     others = ((levels, kernels, note or fallback_note) for levels, note in _candidates(chosen))
     for levels, with_kernels, note in (*fused, *others):
         packed = PackedModel(model, levels, with_kernels)
         check_cancelled()
         packed.kernels = replace(with_kernels, attention_pairs=0)  # so that its long chunk is computed like longer ones
-        margin = compare(packed, reference)
+        try:
+            margin = compare(packed, reference)
+        except ModelError as error:
+            margin, failure = None, error
         packed.kernels = with_kernels
         if margin is not None and margin.within(precision):
             return Checked(packed, margin, note)
-        logger.info("%s: %s", note or "chosen levels", margin or "the step raised")
+        logger.info("%s: %s", "; ".join(note) or "chosen levels", failure if margin is None else margin)
         if margin is not None and Level.WHOLE in levels.values():
             # none of our code runs at this level: the model disagrees with itself
             return Checked(packed, margin, (*note, "the model's own results depend on how its input is cut"))
         packed.restore()
-    raise ModelError("the model can't be run: see the log for its exception")
+    raise ModelError(f"the model can't be run: {failure}") from failure
 
 
 def _candidates(chosen: Levels) -> Iterator[tuple[Levels, tuple[str, ...]]]:
@@ -175,8 +179,8 @@ def _as(level: Level) -> str:
     return f"as {level.value}" if level in (Level.ADAPTER, Level.PACKED) else level.value
 
 
-def compare(packed: PackedModel, reference: Reference) -> Margin | None:
-    """Run the reference's rows in mixed steps; None if a step raised."""
+def compare(packed: PackedModel, reference: Reference) -> Margin:
+    """Run the reference's rows in mixed steps. Raises ModelError if a step raises."""
     pool = StatePool(has_batches=packed.kernels.attends_in_batches)
     states = [SequenceState(pool) for _ in reference.rows]
     junk = [reference.rows[1][0], reference.rows[0][0]]
@@ -196,23 +200,23 @@ def compare(packed: PackedModel, reference: Reference) -> Margin | None:
             picks += range(total, total + num_kept)
             wanted.append((reference.logits[place][start:end], reference.at_once[place][start:end]))
             total += num_kept + num_junk
-        try:
-            # foreign code gets our view, and any failure means that it doesn't fit
-            with errors_as(lambda error: ModelError(f"the packed step raised: {error}"), may_exit=True):
-                got = packed.forward(rows, picks)
-                alone, at_once = (_apart(got, mx.concatenate(list(each))) for each in zip(*wanted, strict=True))
-                # also if the second isn't a number
-                apart = mx.where(at_once < alone, at_once, alone).max()
-                mx.eval(apart, [row.state.arrays() for row in rows])
-        except ModelError:
-            logger.debug("packed step raised", exc_info=True)
-            return None
+        # foreign code gets our view, and any failure means that it doesn't fit
+        with errors_as(_raised, may_exit=True):
+            got = packed.forward(rows, picks)
+            alone, at_once = (_apart(got, mx.concatenate(list(each))) for each in zip(*wanted, strict=True))
+            # also if the second isn't a number
+            apart = mx.where(at_once < alone, at_once, alone).max()
+            mx.eval(apart, [row.state.arrays() for row in rows])
         # NaN compares false with everything: make it the largest difference
         difference = max(difference, float(apart) if math.isfinite(float(apart)) else math.inf)
         for state, (num_kept, num_junk) in zip(states, step, strict=True):
             if num_kept + num_junk:
                 state.rollback(num_junk)
     return Margin(difference, reference.scale, reference.noise)
+
+
+def _raised(error: BaseException) -> ModelError:
+    return ModelError(f"a step raised {type(error).__name__}: {first_line(error)}")
 
 
 def prefers_float16(files: ModelFiles, device: Device) -> bool:

@@ -64,7 +64,7 @@ def summed(y: mx.array, mixer: Any) -> mx.array:
     return y if group is None else mx.distributed.all_sum(y, group=group)
 
 
-def gathered(logits: mx.array, text_model: Any) -> mx.array:
+def all_gathered(logits: mx.array, text_model: Any) -> mx.array:
     """Logits of all tokens, where each rank's output matrix has a part of them."""
     group = getattr(text_model, "sharding_group", None)
     whole: mx.array = logits if group is None else gather_last_axis(logits, group)

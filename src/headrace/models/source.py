@@ -96,7 +96,7 @@ def locate(name: str) -> Path:
             read_small_files(found)
             logger.info("fetching %s: %.2f GB", name, (found.num_bytes - found.fetched_bytes) / 1e9)
             found = remember(name, fetch(found))
-    mark_in_use(cache_of(name))
+    mark_in_use(cache_of(name), name)
     return found
 
 

@@ -74,7 +74,7 @@ class QueryRecorder:
 
 Found = TypeVar("Found")
 
-Windows = tuple[Any, ...]
+SlidingWindows = tuple[Any, ...]
 """Per entry of the model's cache list: window in tokens, None for the rest, or a tuple where an entry has parts."""
 
 
@@ -132,7 +132,7 @@ class Row:
         return self.start + len(self.token_ids)
 
     @property
-    def is_window(self) -> bool:
+    def is_short(self) -> bool:
         """Whether the row has a few tokens and no snapshot among them, as in decoding; the others are chunks."""
         return len(self.token_ids) <= LONGEST_WINDOW and not self.state.snapshot_points
 

@@ -11,7 +11,7 @@ from headrace.models.gemma_vision import Gemma3Tower, Gemma4Tower
 from headrace.models.qwen_vision import MODULES, QwenTower
 from headrace.models.source import ModelFiles
 from headrace.models.vision_tower import PatchAttention, VisionTower
-from headrace.models.weights import LISTED_NAMES, parameters_of, quantise_as_stored, read_tensors, set_precision, shards
+from headrace.models.weights import listed, parameters_of, quantise_as_stored, read_tensors, set_precision, shards
 
 _KINDS: Mapping[str, type[QwenTower | Gemma3Tower | Gemma4Tower]] = {
     **dict.fromkeys(MODULES, QwenTower),
@@ -46,7 +46,7 @@ def load_tower(files: ModelFiles, *, dtype: str, device: Device, has_axes: bool)
         raise ModelError(f"the vision tower of {files.directory} doesn't fit: {error}") from error
     missing = parameters_of(module).keys() - weights.keys()
     if missing:
-        raise ModelError(f"{files.directory} lacks weights of its vision tower: {sorted(missing)[:LISTED_NAMES]}")
+        raise ModelError(f"{files.directory} lacks weights of its vision tower: {listed(missing)}")
     module.load_weights(list(weights.items()), strict=False)
     module.eval()
     precision = set_precision(module, dtype, device.kind, device.memory_bytes)

@@ -213,7 +213,7 @@ class SegmentAttention(nn.Module):
             queries, keys, values = (_to_segments(part[start:end], length) for part in parts)
             attended = self._tower.attend(queries, keys, values, self._scale)
             outputs.append(attended.transpose(0, 2, 1, 3).reshape(end - start, -1))
-        joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        joined = mx.concatenate(outputs)
         return self._tower.rows(self.inner[self._tower.output], joined)
 
 

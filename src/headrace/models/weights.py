@@ -16,6 +16,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import _get_classes, load_model
 
+from headrace.backend.device import dtype_name
 from headrace.cancellation import check_cancelled
 from headrace.errors import ModelError
 from headrace.isolation import errors_as, first_line
@@ -232,7 +233,7 @@ def _stored_precision(model: Any) -> str:
     if bits:
         return " and ".join(f"{n}-bit" for n in bits)
     floats = {array.dtype for array in parameters_of(model).values() if mx.issubdtype(array.dtype, mx.floating)}
-    return " and ".join(sorted(str(one).removeprefix("mlx.core.") for one in floats))
+    return " and ".join(sorted(map(dtype_name, floats)))
 
 
 def quantise_as_stored(module: nn.Module, tensors: Mapping[str, mx.array]) -> None:

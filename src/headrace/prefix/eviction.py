@@ -9,11 +9,15 @@ efficiency similarly; the logarithm makes even the largest prompt age.
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from headrace.isolation import isolated
 from headrace.prefix.node import Node, NodeStorage, descendants
+
+logger = logging.getLogger(__name__)
 
 HALF_LIFE_LOOKUPS = 32
 """Age is counted in lookups (requests), so an idle server forgets nothing. Long enough for a conversation to survive
@@ -91,7 +95,8 @@ class Eviction:
         num_kept = num_tokens - -(-excess * num_tokens // max(1, leaf.span_bytes))
         num_kept -= num_kept % TRIM_TOKENS
         if num_kept > 0:
-            self._storage.split(leaf, num_kept)
+            with isolated(_log_failure):  # there may be no memory for the copy: then all of it goes
+                return self._storage.shorten(leaf, num_kept)
         self._storage.drop_span(leaf)
         return self._storage.prune(leaf)
 
@@ -117,6 +122,10 @@ class Eviction:
         return _flops(_snapshot_above(node.parent).end, node.end) / max(
             1, node.snapshot_bytes + _exclusive_span_bytes(node)
         )
+
+
+def _log_failure(error: Exception) -> None:
+    logger.warning("a cached prefix is dropped whole: the copy of its beginning failed", exc_info=error)
 
 
 def _flops(start: int, end: int) -> float:

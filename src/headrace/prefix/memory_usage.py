@@ -44,16 +44,15 @@ class MemoryUsage:
     def set_usage(self, kind: MemoryKind, num_bytes: int) -> None:
         self._used[kind] = num_bytes
 
-    def reclaim(self, num_bytes: int, evict: Callable[[int], int]) -> bool:
-        """Evict from caches until `num_bytes` are left. Returns whether that succeeded.
+    def reclaim(self, num_bytes: int, evict: Callable[[int], object]) -> None:
+        """Evict from caches until `num_bytes` are left, or nothing more can be evicted.
 
-        evict: drops pieces of at least the given number of bytes, or all it can, and returns how many; usage must be up
-        to date when it returns. It is not called if there is room already, nor again once it has freed nothing.
+        evict: drops pieces of at least the given number of bytes, or all it can; usage must be up to date when it
+        returns. It is not called if there is room already, nor again once it has freed nothing.
         """
         free = self.free_bytes()
         while free < num_bytes:
             evict(num_bytes - free)
             before, free = free, self.free_bytes()
             if free <= before:
-                return False
-        return True
+                return

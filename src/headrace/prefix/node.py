@@ -23,11 +23,8 @@ class Piece(Protocol):
 
 
 class Span(Piece, Protocol):
-    def split(self, num_tokens: int) -> tuple[Span, Span]:
-        """Two spans, of the first `num_tokens` tokens and of the rest; each has at least one. May raise.
-
-        Eviction calls this too, when bytes are short.
-        """
+    def part(self, start: int, end: int) -> Span:
+        """A copy of the tokens `start` to `end`, at least one, of those that it has. May raise."""
 
 
 MakeSpan = Callable[[int, int], Span]
@@ -129,8 +126,11 @@ class NodeStorage:
         The old node keeps the lower part, so locks, which start at the lower end, cover both.
         """
         assert node.parent is not None and 0 < num_tokens < len(node.edge)
-        pieces = node.span.split(num_tokens) if node.span is not None else None
-        upper = Node(node.edge[:num_tokens], node.start + num_tokens, node.parent, num_locks=node.num_locks)
+        middle = node.start + num_tokens
+        pieces = (
+            (node.span.part(node.start, middle), node.span.part(middle, node.end)) if node.span is not None else None
+        )
+        upper = Node(node.edge[:num_tokens], middle, node.parent, num_locks=node.num_locks)
         upper.span_last_used = node.span_last_used
         node.parent.children[upper.edge[0]] = upper
         node.edge, node.parent = node.edge[num_tokens:], upper
@@ -140,6 +140,20 @@ class NodeStorage:
             self.put_span(upper, pieces[0])
             self.put_span(node, pieces[1])
         return upper
+
+    def shorten(self, leaf: Node, num_tokens: int) -> Node:
+        """Put a leaf with only the first `num_tokens` tokens of its edge in its place, and return it.
+
+        Changes nothing if copying its span raises.
+        """
+        assert leaf.parent is not None and leaf.span is not None and not leaf.children and not leaf.num_locks
+        end = leaf.start + num_tokens
+        span = leaf.span.part(leaf.start, end)
+        shorter = Node(leaf.edge[:num_tokens], end, leaf.parent, span_last_used=leaf.span_last_used)
+        self.drop_span(leaf)
+        leaf.parent.children[shorter.edge[0]], leaf.parent = shorter, None
+        self.put_span(shorter, span)
+        return shorter
 
     def prune(self, node: Node) -> Node:
         """Remove a useless leaf, then the nodes above it likewise. Returns the node where that stopped.

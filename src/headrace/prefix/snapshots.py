@@ -30,9 +30,7 @@ class SnapshotPlan:
     report: str
 
 
-def plan_snapshots(
-    match: Match, boundaries: Sequence[Boundary], *, needs_snapshots: bool, max_snapshots: int = MAX_SNAPSHOTS
-) -> SnapshotPlan:
+def plan_snapshots(match: Match, boundaries: Sequence[Boundary], *, needs_snapshots: bool) -> SnapshotPlan:
     """The plan for a prompt.
 
     boundaries: of the prompt, rising.
@@ -43,7 +41,7 @@ def plan_snapshots(
     for length in (boundary.num_tokens for boundary in boundaries):
         if not 0 <= length <= match.num_prompt_tokens:
             raise ValueError(f"a boundary at {length} lies outside of the prompt's {match.num_prompt_tokens} tokens")
-    points = _snapshot_points(match, boundaries, max_snapshots) if needs_snapshots else ()
+    points = _snapshot_points(match, boundaries) if needs_snapshots else ()
     return SnapshotPlan(points, _report(match, boundaries))
 
 
@@ -62,12 +60,12 @@ def _report(match: Match, boundaries: tuple[Boundary, ...]) -> str:
     return report
 
 
-def _snapshot_points(match: Match, boundaries: tuple[Boundary, ...], max_snapshots: int) -> tuple[int, ...]:
+def _snapshot_points(match: Match, boundaries: tuple[Boundary, ...]) -> tuple[int, ...]:
     chosen: list[int] = []
     for length in _by_value(match, boundaries):
         if length > match.num_tokens and length not in match.snapshot_lengths and length not in chosen:
             chosen.append(length)
-    return tuple(sorted(chosen[:max_snapshots]))
+    return tuple(sorted(chosen[:MAX_SNAPSHOTS]))
 
 
 def _by_value(match: Match, boundaries: tuple[Boundary, ...]) -> list[int]:

@@ -15,8 +15,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from headrace.backend.transfer import pick
 from headrace.sampling.history import Ids, counts_output, needs_history
-from headrace.sampling.rows import Mask, SamplingRow, merge_groups, pick
+from headrace.sampling.rows import Mask, SamplingRow, merge_groups
 
 _NUM_CACHED_SETS = 64
 """Sets of ids cached as arrays between steps; a set of allowed ids may be nearly as large as V."""

@@ -17,9 +17,6 @@ NO_TOKEN = -1
 _COARSE = 2.0**24
 """Multiples of 1/this in [0, 1) are exact in float32."""
 
-SEED_BITS = 128
-"""Width of the generator's key."""
-
 
 def draw(weights: mx.array, numbers: npt.NDArray[np.float64]) -> mx.array:
     """Token ids, [R] int32, drawn in proportion to `weights`.
@@ -60,7 +57,7 @@ def uniform(seed: int, output_index: int) -> float:
     output_index: from 0, under 2**64.
     """
     counter = np.array([output_index, 0, 0, 0], dtype=np.uint64)
-    bits = np.random.Philox(key=seed % (1 << SEED_BITS), counter=counter).random_raw()
+    bits = np.random.Philox(key=seed % 2**128, counter=counter).random_raw()
     return float((int(bits) >> 11) * 2.0**-53)
 
 

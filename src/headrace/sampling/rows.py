@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from headrace.backend.transfer import to_device
+from headrace.backend.transfer import pick
 from headrace.sampling.history import History, needs_history
 from headrace.types.request import GREEDY, SamplingParams
 
@@ -65,20 +65,13 @@ class SamplingRow:
 GREEDY_ROW = SamplingRow(GREEDY, 0)
 
 
-def pick(values: mx.array, rows: Sequence[int]) -> mx.array:
-    """The given rows of an array, without a copy if these are all of them in order."""
-    if list(rows) == list(range(values.shape[0])):
-        return values
-    return values[to_device(rows, mx.int32)]
-
-
 def merge_groups(groups: Sequence[tuple[Sequence[int], mx.array]]) -> mx.array:
     """One array in row order from groups of row numbers and values, at least one.
 
     Every row is in exactly one group.
     """
     rows = [row for numbers, _ in groups for row in numbers]
-    joined = groups[0][1] if len(groups) == 1 else mx.concatenate([values for _, values in groups])
+    joined = mx.concatenate([values for _, values in groups])
     return pick(joined, sorted(range(len(rows)), key=rows.__getitem__))
 
 

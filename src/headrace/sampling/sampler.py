@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.backend.cuda.row_kernels import most_likely
-from headrace.backend.transfer import to_device
+from headrace.backend.transfer import pick, to_device
 from headrace.sampling.adjustment import adjust
 from headrace.sampling.draw import NO_TOKEN, draw, uniforms
-from headrace.sampling.rows import SamplingRow, merge_groups, pick, row_sums
+from headrace.sampling.rows import SamplingRow, merge_groups, row_sums
 from headrace.sampling.truncation import Candidates, masses, truncate
 
 _HOTTEST = float(np.finfo(np.float32).max)

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.backend import device
-from headrace.backend.transfer import to_device
-from headrace.sampling.rows import merge_groups, pick, row_sums
+from headrace.backend.transfer import pick, to_device
+from headrace.sampling.rows import merge_groups, row_sums
 
 TOP_TOKENS = 1024
 """Most likely tokens that are tried before a whole vocabulary is sorted.

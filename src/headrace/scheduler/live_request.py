@@ -166,7 +166,6 @@ class LiveRequest:
     is_started: it has left the queue.
     reuse: the prefix cache's report at its start.
     sparse: what sparse prefill did to the prompt; None where it is off.
-    is_aborted: it was aborted while a step computed it.
     began_s: when its first step began; infinite until then.
     first_output_s: when a step first sampled for it; None until then.
     num_first_tokens: how many tokens that step gave.
@@ -179,7 +178,6 @@ class LiveRequest:
     is_started: bool = False
     reuse: str = ""
     sparse: SparseUsage | None = None
-    is_aborted: bool = False
     began_s: float = math.inf
     first_output_s: float | None = None
     num_first_tokens: int = 0

@@ -43,9 +43,10 @@ class Scheduler:
     and memory (see Admission). A decoding sequence is preempted if memory is short for its next token or an older
     sequence's, or when it is another session's turn (see Rows).
 
-    Call `schedule`, then, unless the plan is empty, `update` with that plan's result; all other calls may come at any
-    time. The plan is empty only if there is nothing to do. The caller frees the rows named by `take_released` before it
-    executes the next plan. All times are monotonic seconds of the caller's clock.
+    Call `schedule`, then, unless the plan is empty, `update` with that plan's result; requests are added and aborted
+    before or after both, never between them. The plan is empty only if there is nothing to do. The caller frees the
+    rows named by `take_released` before it executes the next plan. All times are monotonic seconds of the caller's
+    clock.
     """
 
     def __init__(
@@ -124,14 +125,18 @@ class Scheduler:
     @property
     def decode_step_s(self) -> float | None:
         """Seconds of a decode-only step with the current sequences; None if none decodes, 0 if unknown."""
-        num_rows = sum(sequence.is_decoding for sequence in self._rows.running())
+        num_rows = self._num_decoding
         return self._step_times.decode_step_s(num_rows) if num_rows else None
 
     @property
     def spare_s(self) -> float | None:
         """Seconds that the next step may spend on other work beside the decoding sequences; None if there are none."""
-        num_rows = sum(sequence.is_decoding for sequence in self._rows.running())
+        num_rows = self._num_decoding
         return self._step_times.spare_s(num_rows) if num_rows else None
+
+    @property
+    def _num_decoding(self) -> int:
+        return sum(sequence.is_decoding for sequence in self._rows.running())
 
     @property
     def num_preemptions(self) -> int:
@@ -139,9 +144,7 @@ class Scheduler:
 
     def status(self, now: float) -> tuple[RequestStatus, ...]:
         """Every request in progress, in order of arrival."""
-        return tuple(
-            live.status(now, self._rows.waits_for(live)) for live in self._live.values() if not live.is_aborted
-        )
+        return tuple(live.status(now, self._rows.waits_for(live)) for live in self._live.values())
 
     def add(self, request: GenerationRequest, now: float) -> None:
         """Queue a request that was submitted at `now`.
@@ -149,6 +152,7 @@ class Scheduler:
         Raises what Admission.check raises, InvalidRequest for an id that is in use, and Overloaded if `max_queue`
         requests already wait and it cannot start at once.
         """
+        assert not self._planned, "the last plan's result is outstanding"
         self._admission.check(request)
         live = LiveRequest(request, added_s=now)
         for request_id in (live.id, *(sequence.id for sequence in live.sequences)):
@@ -158,7 +162,7 @@ class Scheduler:
         self._sequences.update((sequence.id, sequence) for sequence in live.sequences)
         self._shares.join(request.session)
         self._waiting.push(live)
-        if self._is_queue_too_long() and not self._planned:
+        if self._is_queue_too_long():
             self._rows.start_requests()
         if self._is_queue_too_long():
             self._end(live)
@@ -181,18 +185,12 @@ class Scheduler:
         return None if queue_s is None or shared_s is None else max(queue_s, shared_s)
 
     def abort(self, request_id: str) -> bool:
-        """End a request; it outputs nothing more. Returns False if there is no such request.
-
-        If a step in flight computes it, its rows are released when the result arrives.
-        """
+        """End a request; it outputs nothing more. Returns False if there is no such request."""
+        assert not self._planned, "the last plan's result is outstanding"
         live = self._live.get(request_id)
-        if live is None or live.is_aborted:
-            return False
-        if any(chunk.request_id == request_id for chunk in self._planned):
-            live.is_aborted = True
-        else:
+        if live is not None:
             self._end(live)
-        return True
+        return live is not None
 
     def schedule(self, prompts_s: float | None = None) -> StepPlan:
         """Plan the next step; empty if there is nothing to do. Raises RuntimeError if the last result is outstanding.
@@ -224,7 +222,7 @@ class Scheduler:
         check_result(self._planned, result, {name: live.request for name, live in stepped.items()})
         chunks, self._planned = self._planned, ()
         if not result.failures:
-            prompts = [chunk for chunk in chunks if chunk.output_index == 0]
+            prompts = [chunk for chunk in chunks if chunk.is_prompt]
             num_prompt_tokens = sum(len(chunk.token_ids) for chunk in prompts)
             # where the prompts' tokens start on average: their cost grows with it
             depth = sum(len(chunk.token_ids) * chunk.start for chunk in prompts) // max(1, num_prompt_tokens)
@@ -235,15 +233,14 @@ class Scheduler:
         finished: list[str] = []
         for live in stepped.values():
             live.began_s = min(live.began_s, now - duration_s)
-            if not live.is_aborted and live.id not in errors:
+            if live.id not in errors:
                 outputs += self._apply(live, results, now)
                 if not live.has_ended:
                     continue
                 finished.append(live.id)
                 self._wait_times.observe(live, now)
             self._end(live)
-        of_others = {name: error for name, error in errors.items() if not stepped[name].is_aborted}
-        return StepOutcome(tuple(outputs), of_others, tuple(finished))
+        return StepOutcome(tuple(outputs), errors, tuple(finished))
 
     def set_num_drafts(self, num_drafts: Mapping[str, int]) -> None:
         """Set how many drafts the runner holds for the next chunk of each sequence, by id; ended ones are ignored."""

@@ -15,7 +15,7 @@ from headrace.types.request import GenerationRequest
 from headrace.types.status import WaitReason
 
 OWN_PREPARATION = {WaitReason.MEDIA, WaitReason.SCORES}
-"""What is computed for the waiting request itself: it waits for no other request."""
+"""A request that waits for one of these waits for work on its own prompt, not for another request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 A step's time depends on how many drafts it verifies, not on whose, so the likeliest drafts go first, over all rows:
 each number of drafts has one best choice, and the planner takes the number with the most tokens per second.
 
-A budget (a token bucket) pays for whatever may be slower than never drafting: wrong drafts, attempts that find none,
-and drafts made to learn how likely they are. A share of the time flows into it, and what accepted drafts gain. Each
-number of rows has its own, in buckets: drafts that lost time for 32 rows say nothing about one row, but those that
-gained time elsewhere pay for the first attempts.
+A token bucket limits the time that drafting may lose against never drafting: by wrong drafts, by attempts that find
+none, and by drafts made to learn how likely they are. Its level, the budget, rises by a small share of the time and by
+what accepted drafts gain, and falls by what others lose. Similar numbers of rows share a bucket: drafts that lost time
+with 32 rows say nothing about one row. A new bucket begins at the highest level of the others, since drafts that gained
+time there are worth trying here.
 """
 
 from __future__ import annotations

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from headrace.backend.transfer import Fetched, to_device
-from headrace.sampling.rows import pick
+from headrace.backend.transfer import Fetched, pick, to_device
 
 
-class Source(StrEnum):
-    """The drafter."""
+class DraftSource(StrEnum):
+    """Where a draft comes from."""
 
     FORCED = "forced"
     """A grammar that allows one token only."""
@@ -27,12 +26,12 @@ class Source(StrEnum):
 
 
 class RankedDraft(NamedTuple):
-    """One draft: its drafter, its evidence, and its acceptance if those before it are accepted.
+    """One draft: its source, its evidence, and its expected acceptance if those before it are accepted.
 
     grade: of a copy's confidence, from 0; for a model the number of its drafts before this one.
     """
 
-    source: Source
+    source: DraftSource
     grade: int
     estimate: float
 
@@ -45,7 +44,7 @@ class DraftBatch:
 
     def __init__(self, by_depth: Sequence[mx.array]) -> None:
         """by_depth: drafts `[R]` int32 at each depth, of ever fewer sequences: the first ones."""
-        self.ids = by_depth[0] if len(by_depth) == 1 else mx.concatenate(list(by_depth))
+        self.ids = mx.concatenate(list(by_depth))
         self._starts = list(accumulate([ids.shape[0] for ids in by_depth], initial=0))
         self._fetched = Fetched(self.ids)
         self._read: list[int] | None = None

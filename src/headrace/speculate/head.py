@@ -9,7 +9,7 @@ from headrace.models.padding import next_power_of_two
 from headrace.models.step import Row
 from headrace.speculate.drafter import Drafter, DraftRow, check_order, draw_drafts
 from headrace.speculate.drafts import DraftBatch
-from headrace.state.hidden import NUM_AGAIN, HiddenRows, gathered
+from headrace.state.hidden import NUM_AGAIN, HiddenRows, gathered_rows
 from headrace.state.sequence import SequenceState
 
 
@@ -43,9 +43,9 @@ class HeadDrafter(Drafter):
         drafts = [draw_drafts(outputs.logits, settings)]
         for depth in range(1, rows[0].num_drafts):
             deeper = [row for row in rows if row.num_drafts > depth]
-            entries = [_entries(row, row.state.length + depth, (0,)) for row in deeper]
+            entries = [_head_row(row, row.state.length + depth, (0,)) for row in deeper]
             count = len(entries)
-            outputs = self._head.read(entries, outputs.rows[None, :count], drafts[-1][:count], launch=False)
+            outputs = self._head.forward(entries, outputs.hidden[None, :count], drafts[-1][:count], launch=False)
             drafts.append(draw_drafts(outputs.logits, settings[:count], depth))
         return DraftBatch(drafts)
 
@@ -60,14 +60,14 @@ class HeadDrafter(Drafter):
         for row, one, end in zip(rows, hidden, ends, strict=True):
             # repeating tokens leaves the result unchanged, and gives all rows the same one of few lengths
             start = min(one.num_processed, max(one.first + 1, end - again))
-            entries.append(_entries(row, start, row.token_ids[start:end]))
+            entries.append(_head_row(row, start, row.token_ids[start:end]))
             before += one.places(start - 1, end - 1)
-        outputs = self._head.read(entries, gathered(before), launch=launch)
+        outputs = self._head.forward(entries, gathered_rows(before), launch=launch)
         for one, end in zip(hidden, ends, strict=True):
             one.mark_processed(end)
         return outputs
 
 
-def _entries(row: DraftRow, start: int, token_ids: Sequence[int]) -> Row:
+def _head_row(row: DraftRow, start: int, token_ids: Sequence[int]) -> Row:
     media = None if row.media is None else row.media(start, start + len(token_ids))
     return Row(row.state, token_ids, media, start=start)

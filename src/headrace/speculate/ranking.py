@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.speculate.drafts import NO_DRAFTS, Drafts, RankedDraft, Source
+from headrace.speculate.drafts import NO_DRAFTS, Drafts, DraftSource, RankedDraft
 
 _PRIOR = 3
 """Outcomes that an initial estimate counts as."""
@@ -44,14 +44,14 @@ class RowAcceptance:
     __slots__ = ("_expected", "_accepted")
 
     def __init__(self) -> None:
-        self._expected: dict[Source, float] = {}
-        self._accepted: dict[Source, float] = {}
+        self._expected: dict[DraftSource, float] = {}
+        self._accepted: dict[DraftSource, float] = {}
 
-    def factor(self, source: Source) -> float:
+    def factor(self, source: DraftSource) -> float:
         """Turns an estimate over all rows into this row's."""
         return (_PRIOR + self._accepted.get(source, 0.0)) / (_PRIOR + self._expected.get(source, 0.0))
 
-    def update(self, source: Source, estimate: float, is_accepted: bool) -> None:
+    def update(self, source: DraftSource, estimate: float, is_accepted: bool) -> None:
         """Add an outcome. estimate: over all rows."""
         fading = 1 - 1 / _MEMORY
         self._accepted[source] = fading * self._accepted.get(source, 0.0) + is_accepted
@@ -62,7 +62,7 @@ class Ranking:
     """The acceptance of drafts over all rows of a model."""
 
     def __init__(self) -> None:
-        self._means: dict[tuple[Source, int], tuple[float, int]] = {}
+        self._means: dict[tuple[DraftSource, int], tuple[float, int]] = {}
 
     def best(
         self,
@@ -92,19 +92,19 @@ class Ranking:
         return best
 
     def _copied(self, acceptance: RowAcceptance, confidences: Sequence[float]) -> tuple[RankedDraft, ...]:
-        factor = acceptance.factor(Source.COPY)
+        factor = acceptance.factor(DraftSource.COPY)
         by_confidence = {
-            each: self._draft(factor, Source.COPY, min(int(each * _NUM_GRADES), _NUM_GRADES - 1), each)
+            each: self._draft(factor, DraftSource.COPY, min(int(each * _NUM_GRADES), _NUM_GRADES - 1), each)
             for each in dict.fromkeys(confidences)
         }
         return tuple([by_confidence[each] for each in confidences])
 
     def _of_model(self, acceptance: RowAcceptance, num_drafts: int) -> Drafts:
-        factor = acceptance.factor(Source.MODEL)
-        drafts = [self._draft(factor, Source.MODEL, depth, _MODEL_ACCEPTANCE) for depth in range(num_drafts)]
+        factor = acceptance.factor(DraftSource.MODEL)
+        drafts = [self._draft(factor, DraftSource.MODEL, depth, _MODEL_ACCEPTANCE) for depth in range(num_drafts)]
         return Drafts((), tuple(drafts))
 
-    def _draft(self, factor: float, source: Source, grade: int, assumed: float) -> RankedDraft:
+    def _draft(self, factor: float, source: DraftSource, grade: int, assumed: float) -> RankedDraft:
         mean, _ = self._means.get((source, grade), (assumed, _PRIOR))
         return RankedDraft(source, grade, min(mean * factor, _HIGHEST))
 
@@ -114,7 +114,7 @@ class Ranking:
         Drafts after the first rejected one are ignored.
         """
         for number, draft in enumerate(verified.ranked[: num_accepted + 1]):
-            if draft.source is Source.FORCED:
+            if draft.source is DraftSource.FORCED:
                 continue
             is_accepted = number < num_accepted
             mean, count = self._means.get((draft.source, draft.grade), (draft.estimate, _PRIOR))
@@ -123,4 +123,4 @@ class Ranking:
             self._means[draft.source, draft.grade] = mean + (is_accepted - mean) / count, count
 
 
-_CERTAIN = RankedDraft(Source.FORCED, 0, 1.0)
+_CERTAIN = RankedDraft(DraftSource.FORCED, 0, 1.0)

@@ -17,8 +17,8 @@ PASS_SHARE = 0.1
 """The most that a pass of a prediction head is assumed to add to a step's time; a draft, as much as a row."""
 
 _OPTIMISM = 0.1
-"""Share of the most that unmeasured drafts are expected to take: what seems cheap is soon measured, what seems
-expensive never."""
+"""Unmeasured drafts are expected to add this share of the most that they may add to a step's time. So those that seem
+cheap are tried, and thereby measured, and those that seem expensive are not."""
 
 _SIMILAR_CONTEXT = 2
 """Contexts up to this many half octaves apart have similar times."""

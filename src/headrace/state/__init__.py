@@ -1,1 +1,1 @@
-"""What a sequence has computed, and the four operations that may change it."""
+"""What sequences have computed: their states, immutable records of them, and files of these."""

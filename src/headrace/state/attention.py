@@ -71,7 +71,7 @@ class FullAttentionState:
 
     is_sliceable = True
 
-    def __init__(self, layer: LayerKey, slot: Slot, first: int = 0, form: KVForm | None = None) -> None:
+    def __init__(self, layer: LayerKey, slot: Slot, first: int, form: KVForm | None) -> None:
         self.layer = layer
         self.slot = slot
         self.first = first
@@ -100,14 +100,11 @@ class FullAttentionState:
         """Nothing to do: dropped tokens are overwritten by the next ones."""
 
     def checkpoint(self, length: int) -> KVRecord:
-        return self.copy(0, length)
-
-    def copy(self, start: int, end: int) -> KVRecord:
-        """A copy of the tokens `start` to `end`, not evaluated."""
-        if start == end or not self.slot.has(self.layer):
-            return KVRecord(start, None, None)
-        keys, values = self.slot.read(self.layer, start, end)
-        return KVRecord(start, copy_of(keys), copy_of(values))
+        """A copy, not evaluated."""
+        if length == 0 or not self.slot.has(self.layer):
+            return KVRecord(0, None, None)
+        keys, values = self.slot.read(self.layer, 0, length)
+        return KVRecord(0, copy_of(keys), copy_of(values))
 
     def restore(self, record: KVRecord, length: int) -> list[Part]:
         """Of the record's tokens up to `length`, what is to be written before a step."""

@@ -4,7 +4,7 @@
     tier.advance(seconds)                                      # a slice of handing it to the thread that writes
     match = tier.match(namespace, key, limit)                  # the longest state on disk
     load = tier.load(match, num_held)                          # begins to read
-    load.advance(seconds); load.loaded                         # a slice of making arrays; the records
+    load.advance(seconds)                                      # a slice of making its records
 
 The engine's thread owns arrays and calls all of this; two threads of the tier's own read and write files and see
 NumPy arrays only. Nothing here waits for a disk, and nothing that goes wrong with one fails a request: what can't be
@@ -297,10 +297,11 @@ class DiskTier:
 
     def close(self) -> None:
         """Finish pending writes, waiting at most FLUSH_S."""
-        while self.advance(FLUSH_S):
-            pass
+        until = time.monotonic() + FLUSH_S
+        has_more = self.advance(FLUSH_S)
         self._reader.close(0.0)
-        if not self._writer.close(FLUSH_S):
+        is_written = self._writer.close(max(0.0, until - time.monotonic()))
+        if has_more or not is_written:
             logger.warning("the disk is too slow: some computed states are not stored")
 
     def _warn_once(self, about: str, message: str, *values: object) -> None:

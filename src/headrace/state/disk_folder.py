@@ -66,16 +66,18 @@ class DiskFolder:
         """Unless another server does at the same time."""
         if self._key is None:
             for stored in self.files():  # made with a key that is lost
-                self.remove(stored.name)
+                if not _UNFINISHED.fullmatch(stored.name):  # perhaps another server's key
+                    self.remove(stored.name)
         with self._unfinished(_KEY) as (file, part):
             file.write(self._key or secrets.token_bytes(KEY_BYTES))
             file.flush()
             try:
                 os.link(part, self.path / _KEY)
-            except FileExistsError:
+            except (FileExistsError, FileNotFoundError):  # the other was faster, and may have removed this part
                 pass
             except OSError:  # a file system without hard links
-                part.replace(self.path / _KEY)
+                with suppress(FileNotFoundError):
+                    part.replace(self.path / _KEY)
 
     def key(self) -> bytes:
         """The key for digests and signatures, common to all servers of the folder. Raises OSError."""
@@ -158,8 +160,6 @@ class DiskFolder:
         """Write a file atomically under its name; returns its bytes. Raises OSError."""
         self.create()
         with self._unfinished(name) as (file, part):
-            with suppress(OSError):  # on a file system without locks a crash may leave the file
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write(file)
             num_bytes = file.tell()
             part.replace(self.path / name)
@@ -173,6 +173,8 @@ class DiskFolder:
         part.unlink(missing_ok=True)
         try:
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                with suppress(OSError):  # on a file system without locks a crash may leave the file
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield file, part
         finally:
             with suppress(OSError):

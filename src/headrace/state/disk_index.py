@@ -235,7 +235,7 @@ class DiskIndex:
     def _within(
         self, blocks: Sequence[Entry], before: bytes, start: int, key: tuple[int, ...], limit: int
     ) -> DiskMatch | None:
-        """The longest state in whole blocks and what agrees of a file behind them, if any length will do."""
+        """The longest state in whole blocks and what agrees of a file after them, if any length will do."""
         following = self._following.get(before, {}).values() if start < limit else ()
         marks = self._digests.marks(before, key[start : min(start + BLOCK_TOKENS, limit)]) if following else b""
         num_more, last = 0, None

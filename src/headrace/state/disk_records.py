@@ -62,7 +62,7 @@ class Save:
         arrays: dict[int, dict[str, mx.array]] = {}
         for length in sorted({file.end for file in missing if file.is_tail} & snapshots.keys()):
             descriptions[length], arrays[length] = describe(snapshots[length].layers)
-        token_bytes = state.cost().slot_bytes[1]
+        token_bytes = state.cost().token_bytes
         taken: list[NewFile] = []
         num_dropped = 0
         for file in missing:

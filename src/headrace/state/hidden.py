@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from headrace.backend.transfer import to_device
+from headrace.backend.transfer import pick
 from headrace.state.layer import LayerCost, LayerRecord, copy_of
 
 NUM_AGAIN = 7
@@ -61,7 +61,7 @@ class _Piece:
         return _Piece(copy_of(self.array[:, self.lo : self.hi]), 0, num_rows, num_rows)
 
 
-def gathered(parts: Sequence[HiddenRows]) -> mx.array:
+def gathered_rows(parts: Sequence[HiddenRows]) -> mx.array:
     """The rows concatenated, `[1, T, hidden]`: one launch per array and one more, whatever their number."""
     spans: dict[int, HiddenRows] = {}
     for array, lo, hi in parts:
@@ -71,11 +71,9 @@ def gathered(parts: Sequence[HiddenRows]) -> mx.array:
     arrays = [array if (lo, hi) == (0, array.shape[1]) else array[:, lo:hi] for array, lo, hi in spans.values()]
     ends = accumulate([hi - lo for _, lo, hi in spans.values()], initial=0)
     starts = {key: end - lo for (key, (_, lo, _)), end in zip(spans.items(), ends, strict=False)}
-    joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=1)
+    joined = mx.concatenate(arrays, axis=1)
     wanted = [row for array, lo, hi in parts for row in range(starts[id(array)] + lo, starts[id(array)] + hi)]
-    if wanted == list(range(joined.shape[1])):
-        return joined
-    return mx.take(joined, to_device(wanted, mx.int32), axis=1)
+    return pick(joined, wanted, axis=1)
 
 
 class HiddenState:
@@ -123,7 +121,7 @@ class HiddenState:
 
     def part(self, start: int, end: int) -> mx.array:
         """The same rows, `[1, end - start, hidden]`."""
-        return gathered(self.places(start, end))
+        return gathered_rows(self.places(start, end))
 
     def mark_processed(self, num_processed: int) -> None:
         """The head now has the entries before `num_processed`: keep what later ones need, and NUM_AGAIN rows more."""

@@ -69,7 +69,7 @@ class ModuleState:
             self._snapshots[length] = ModuleRecord(copy.deepcopy(self._cache))
             done = length - start
         outputs.append(feed(self._cache, inputs[:, done:]))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
+        return mx.concatenate(outputs, axis=1)
 
     def commit(self, num_kept: int, num_window: int) -> None:
         if num_kept == num_window:

@@ -135,7 +135,7 @@ def _read_header(file: BinaryIO, key: bytes) -> tuple[dict[str, Any], dict[str, 
         header = json.loads(file.read(num_bytes))
         metadata = header.pop("__metadata__")
         if not hmac.compare_digest(metadata["signature"], _signature(metadata["headrace"], header, key)):
-            raise BadFile("the header does not match its checksum")
+            raise BadFile("the header does not match its signature")
         about = json.loads(metadata["headrace"])
         places = {name: (one["dtype"], tuple(one["shape"]), *one["data_offsets"]) for name, one in header.items()}
         data_bytes = _check_places(places)

@@ -49,11 +49,6 @@ class SpanRecord:
             records.update(zip(keys, record.by_layer(len(keys)), strict=True))
         return records
 
-    def split(self, num_tokens: int) -> tuple[SpanRecord, SpanRecord]:
-        """Two records, of the first `num_tokens` tokens and of the rest; copies, so that each can be dropped alone."""
-        middle = self.start + num_tokens
-        return self.part(self.start, middle), self.part(middle, self.end)
-
     def part(self, start: int, end: int) -> SpanRecord:
         """The tokens `start` to `end`, which the record has: a copy, or the record itself for all of them."""
         if (start, end) == (self.start, self.end):

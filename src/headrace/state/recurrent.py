@@ -198,14 +198,14 @@ class PastRows:
         first, *others = self._rows
         if self._are_batch and (not self.are_settled or all(one.kept_all is first.kept_all for one in others)):
             return first.states(layer, self.are_settled)
-        return _joined([one.row_of(one.states(layer, self.are_settled)) for one in self._rows])
+        return mx.concatenate([one.row_of(one.states(layer, self.are_settled)) for one in self._rows])
 
     def contexts(self, layer: LayerKey) -> mx.array:
         """The raw inputs before the rows' tokens, `[B, num_context, channels]`."""
         windows, length = [one.batch.layers[layer].window for one in self._rows], self._num_context
         if not self._are_batch:
             pairs = zip(self._rows, windows, strict=True)
-            return _joined([one.row_of(window)[:, one.end - length : one.end] for one, window in pairs])
+            return mx.concatenate([one.row_of(window)[:, one.end - length : one.end] for one, window in pairs])
         first, *others = self._rows
         if all(one.end == first.end for one in others):
             return windows[0][:, first.end - length : first.end]
@@ -239,12 +239,8 @@ class PastRows:
         return mx.arange(max(counts)) < mx.array(counts)[:, None]
 
 
-def _joined(parts: Sequence[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
-
-
 def _padded(rows: Sequence[mx.array | None], length: int, like: mx.array, fill: float) -> mx.array:
-    """Rows `[1, n, …]`, or None, each behind `fill`: `[B, length, …]`."""
+    """Rows `[1, n, …]`, or None, each padded with `fill` at its front: `[B, length, …]`."""
     padded = []
     for row in rows:
         tokens = mx.zeros((1, 0, *like.shape[2:]), like.dtype) if row is None else row

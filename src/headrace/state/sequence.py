@@ -1,4 +1,4 @@
-"""Everything that one sequence has computed: `checkpoint`, `restore`, `commit`, `rollback`."""
+"""Everything that one sequence has computed, changed by `begin`, `commit`, `rollback` and `restore` only."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ class StateCost:
         return not all(layer.in_slots for layer in self.layers)
 
     @property
-    def slot_bytes(self) -> tuple[int, int]:
-        """Bytes that don't depend on the length, and bytes of a token in a slot."""
-        return sum(layer.fixed for layer in self.layers), sum(
-            layer.per_token for layer in self.layers if layer.in_slots
-        )
+    def fixed_bytes(self) -> int:
+        """Bytes that don't depend on the length."""
+        return sum(layer.fixed for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in a slot."""
+        return sum(layer.per_token for layer in self.layers if layer.in_slots)
 
     def num_bytes(self, num_tokens: int) -> int:
         capacity = slot_capacity(num_tokens, is_fine=self.has_fine_slots)
@@ -234,7 +237,7 @@ class SequenceState:
             raise RuntimeError("no layer of the state has been filled since its restore")
 
     def is_finite(self) -> bool:
-        """Whether the last token has left numbers in all layers. What lost them earlier has none there either.
+        """Whether the last token's state is finite in all layers: a NaN or infinity of an earlier one propagates to it.
 
         Waits for the device. Raises RuntimeError if `is_untouched`; not at length 0.
         """
@@ -258,6 +261,7 @@ class SequenceState:
         self._clear()
         self._restored = spans, snapshot
         self.length, self.num_open, self.num_certain, self.snapshot_points = length, 0, 0, ()
+        self.is_untouched = length > 0
         if length > self._slot.capacity:
             self.pool.grow(self._slot, length, 0)
         runs: dict[tuple[LayerKey, ...], list[Run]] = {}
@@ -265,7 +269,6 @@ class SequenceState:
             for layers, record in span.groups.items():
                 runs.setdefault(layers, []).extend(record.runs(length))
         self._sources = {} if snapshot is None else dict(snapshot.layers)
-        self.is_untouched = length > 0
         if parts := [part for layers, found in runs.items() for part in self._slot.parts(layers, found)]:
             self.pool.fill(parts)
 

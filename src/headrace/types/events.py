@@ -71,7 +71,7 @@ class TokenOutput:
     finish_reason: set once, on the last output of the choice.
     stop_token_id: the sampled stop token that ended the choice; None if it ended otherwise.
     num_cached_tokens: prompt tokens that were not computed for this request.
-    logprobs: one for each token and for the stop token behind them, if they were asked for.
+    logprobs: one for each token and for the stop token after them, if they were asked for.
     num_drafted: drafts that the step verified. num_accepted: of these, how many were right.
     reuse: on the first output of choice 0: what of the prompt came out of the prefix cache, and why no more.
     sparse: on the first output of choice 0: what sparse prefill made of the prompt; None where it is off.

@@ -289,7 +289,7 @@ class WarmUpStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class StepForms:
+class StepVariants:
     num_built: Annotated[
         int,
         Metric(
@@ -368,7 +368,7 @@ class EngineStatus:
     ranks: RanksStatus | None = None
     adapters: AdapterStatus | None = None
     warm_up: WarmUpStatus = WarmUpStatus()
-    step_forms: StepForms = StepForms()
+    step_forms: StepVariants = StepVariants()
     max_num_seqs: int = 0
     device: DeviceStatus | None = None
     engine_process: EngineProcessStatus | None = None

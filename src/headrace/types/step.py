@@ -35,6 +35,11 @@ class Chunk:
     choice: int = 0
     forks: tuple[str, ...] = ()
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether its tokens are the prompt's."""
+        return self.output_index == 0
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -57,7 +62,7 @@ class StepPlan:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks if chunk.output_index == 0)
+        return sum(len(chunk.token_ids) for chunk in self.chunks if chunk.is_prompt)
 
 
 @dataclass(slots=True)

@@ -79,7 +79,7 @@ def _down_cut(down: Weights, routing: Routing, shared: Experts | None) -> Cut:
 def route(routing: Routing, logits: mx.array) -> tuple[mx.array, mx.array]:
     """The likeliest experts of each token, int32 `[T, per_token]`, and their weights, float32: a softmax's.
 
-    logits `[T, width]`: of the experts first; what is behind them is left alone.
+    logits `[T, width]`: of the experts first; what follows them is left alone.
     """
     num_tokens, width = logits.shape
     outputs = (num_tokens, routing.per_token)
@@ -103,7 +103,7 @@ def mix(
 
     residual: as many numbers, added to them once they are rounded.
     logits `[T, num_experts (+ 1)]`: the router's, and for a shared expert that of the sigmoid which is its weight.
-    num_tokens: int32 `[1]`, T at most. Tokens behind so many read no experts, and what they get is undefined.
+    num_tokens: int32 `[1]`, T at most. Tokens after them read no experts, and what they get is undefined.
     """
     room, width = x.shape
     is_few, counted = room <= FEW_TOKENS, () if num_tokens is None else (num_tokens,)

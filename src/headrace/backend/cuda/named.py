@@ -1,8 +1,8 @@
 """Machine code under a short name.
 
 At each launch MLX 0.32 hashes the code that it was given, 5 µs for 30 KB: in a step of 400 launches that was 2.3 ms of
-5.2, see docs/benchmarks.md. It looks for what is built in a folder first, by the kernel's name
-and that hash. So code that lies there can be given as a few letters.
+5.2, see docs/benchmarks.md. Before it loads that code, it looks in a folder for a file of the kernel's name and the
+hash. So we put the machine code there, under the hash of a few letters, and give MLX only the letters.
 """
 
 from __future__ import annotations

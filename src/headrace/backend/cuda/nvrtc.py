@@ -70,7 +70,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def compiled(source: str, architecture: str) -> bytes:
-    """Machine code for an architecture as NVRTC names them, sm_90a for one. Raises RuntimeError like `built`."""
+    """Machine code for an architecture by NVRTC's name for it, such as sm_90a. Raises RuntimeError like `built`."""
     library, program = _library(), ctypes.c_void_p()
     _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, 0, None, None))
     try:

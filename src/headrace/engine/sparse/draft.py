@@ -127,7 +127,7 @@ class SparseDraft:
         with isolated(fail):
             found = importance(*self.runner.recorded(request_id), self._lengths[request_id])
             if not np.isfinite(found).all():
-                raise GenerationFailed("the draft model's attention is not numbers")
+                raise GenerationFailed("the draft model's attention is NaN or infinite")
             return found
         return None
 

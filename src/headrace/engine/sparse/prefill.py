@@ -154,7 +154,7 @@ class SparsePrefill(Sparse):
         num_dropped = end - start - len(kept)
         if not num_dropped:
             return self._whole(request, plan, Bypass.ALL_KEPT)
-        self._prefixes.leave_out(request.request_id)
+        self._prefixes.exclude(request.request_id)
         self._num_thinned += 1
         self._num_kept += len(kept)
         self._num_dropped += num_dropped

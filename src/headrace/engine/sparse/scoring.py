@@ -71,7 +71,7 @@ def _scores(queries: mx.array, keys: mx.array) -> mx.array:
     for lo in range(0, num_keys, block):
         parts.append(queries @ keys[lo : lo + block].astype(mx.float32).T)
         mx.eval(parts[-1])
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+    return mx.concatenate(parts, axis=-1)
 
 
 def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:

@@ -48,7 +48,7 @@ def attend(
     outputs = [
         read_row(view, row, state, queries, scale, sinks, window) for row, state in zip(rows, states, strict=True)
     ]
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    return mx.concatenate(outputs, axis=2)
 
 
 def _attend_in_batches(
@@ -158,7 +158,7 @@ def read_row(
             cached=view.step.cached,
         )
         outputs.append(found)
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    return mx.concatenate(outputs, axis=2)
 
 
 def _parts(row: Row, has_window: bool, token_by_token: bool) -> list[tuple[int, int, bool]]:
@@ -213,7 +213,7 @@ def _visible(num_queries: int, num_keys: int, window: int | None, positions: mx.
     return visible if window is None else visible & (key > query - window)
 
 
-def _within_window(num_queries: int, num_keys: int, window: int | None, num_behind: int = 0) -> mx.array | None:
+def _within_window(num_queries: int, num_keys: int, window: int | None, num_behind: int) -> mx.array | None:
     """As `_visible`, for queries that also see all later keys; None if they see all earlier ones as well.
 
     The last query stands `num_behind` keys before the last.
@@ -270,7 +270,7 @@ def _attention(
             outputs.append(_folded(*part, scale, mask))
         else:
             outputs.append(mx.fast.scaled_dot_product_attention(*part, scale=scale, mask=mask, sinks=sinks))
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    return mx.concatenate(outputs, axis=2)
 
 
 def _blocks(

@@ -160,7 +160,7 @@ def read_together(
 
 def in_step_order(step: PackedStep, plan: BatchPlan, outputs: Sequence[mx.array]) -> mx.array:
     """`[1, num_heads, T, value_dim]` of outputs `[tokens, num_heads, 1, value_dim]` as in the plan's `order`."""
-    joined = outputs[0] if len(outputs) == 1 else mx.concatenate(list(outputs))
+    joined = mx.concatenate(list(outputs))
     return _pick(step, joined, plan.order).swapaxes(0, 2)
 
 

@@ -25,8 +25,9 @@ from headrace.state.layer import LayerKey
 from headrace.state.slabs import Slab
 
 SHORT_ROW_TOKENS = 80
-"""Rows of at most so many tokens go through our kernel together, longer ones as `Kernels.attention_pairs` says. A
-prediction head leaves fewer unread (speculate/speculator.py), of which the library took 40 ms and more for each row."""
+"""Rows of at most this many tokens are short: our kernel computes them together, and longer ones as
+`Kernels.attention_pairs` says. The windows of a prediction head are shorter (speculate/speculator.py), because the
+library took 40 ms and more for each of their rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class CudaAttentionMixer(nn.Module):
             else found[:, row.lo : row.hi]
             for row, state, is_fused in zip(step.rows, states, plan.is_fused, strict=True)
         ]
-        return self._out(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1), residual)
+        return self._out(mx.concatenate(parts, axis=1), residual)
 
     def compute(
         self,

@@ -53,8 +53,8 @@ class _DeltaPlan:
 def _make_plan(step: PackedStep, num_context: int) -> _DeltaPlan:
     """Open each row's window; all layers of a step share the plan, see `PackedStep.cached`."""
     slots = [row.state.recurrent(partial(TableState, row.state.pool.delta, num_context)) for row in step.rows]
-    are_windows = all(row.is_window for row in step.rows)
-    if not are_windows:
+    are_short = all(row.is_short for row in step.rows)
+    if not are_short:
         if replayed := [array for slot in slots for array in slot.settle()]:
             mx.async_eval(replayed)
         if any(row.num_tokens - row.num_certain >= shapes.LONGEST_WINDOW for row in step.rows):
@@ -65,13 +65,13 @@ def _make_plan(step: PackedStep, num_context: int) -> _DeltaPlan:
     for row, slot in zip(step.rows, slots, strict=True):
         num_uncertain, points = row.num_tokens - row.num_certain, row.state.snapshot_points
         # of a chunk only the uncertain tokens' raw inputs are kept
-        num_raw = row.num_tokens if are_windows else num_uncertain
+        num_raw = row.num_tokens if are_short else num_uncertain
         num_replay, *place = slot.advance(num_context + num_raw, num_uncertain)
-        more = (num_replay, *place) if are_windows else (*place, len(stops), len(points))
+        more = (num_replay, *place) if are_short else (*place, len(stops), len(points))
         table.append((row.lo, row.num_tokens, row.num_certain, *more))
         slot.snapshot_points = {length: (left, number) for number, length in enumerate(points, len(stops))}
         stops += [(length - row.start,) for length in points]
-    if are_windows:
+    if are_short:
         return _DeltaPlan(slots, tuple(table))
     return _DeltaPlan(slots, tuple(table), tuple(stops) or ((0,),), max(row.num_tokens for row in step.rows), left)
 

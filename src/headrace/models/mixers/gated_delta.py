@@ -115,7 +115,7 @@ class GatedDeltaMixer(nn.Module):
     def _token(
         self, context: mx.array, state: mx.array, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """The normalised outputs of one token of each of B rows `[1, B, channels]`, and contexts and states behind it.
+        """The normalised outputs of one token of each of B rows `[1, B, channels]`, and contexts and states after it.
 
         Run compiled: on a CPU the host takes longer to build these operations one by one than they take.
         """
@@ -139,7 +139,7 @@ class GatedDeltaMixer(nn.Module):
             tokens = Prepared(q, k, v, group.rows_of(decay), group.rows_of(beta))
             y = self._scan(kernels, group, layer, tokens, windows)
             outputs.append(y.reshape(-1, inner.num_v_heads, inner.head_v_dim))
-        y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        y = mx.concatenate(outputs)
         return self._normed(y if plan.order is None else y[plan.order], z)
 
     def _scan(self, kernels: Kernels, group: _Group, layer: LayerKey, tokens: Prepared, windows: mx.array) -> mx.array:
@@ -171,7 +171,7 @@ class GatedDeltaMixer(nn.Module):
             # nothing to roll back: only the context of the next token stays
             left = LayerArrays(after, mx.contiguous(windows[:, group.num_tokens :]))
         group.left.layers[layer] = left
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
+        return mx.concatenate(outputs, axis=1)
 
     def _gates(self, b: mx.array, a: mx.array) -> tuple[mx.array, mx.array]:
         """Decay and step size of each token and value head, shaped as a and b."""

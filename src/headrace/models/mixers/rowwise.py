@@ -53,7 +53,7 @@ class RowwiseMixer(nn.Module):
                 feed = partial(token_by_token, feed)
             state = row.state.layer(view.layer, lambda: ModuleState(self._fresh_cache(view.layer)))
             outputs.append(_run(view.step, row, state, feed, inputs))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
+        return mx.concatenate(outputs, axis=1)
 
     def _feed(
         self,

@@ -29,7 +29,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, lengths: mx.arra
                 queries[:, :, lo : lo + block], keys, values, scale=width**-0.5, mask=mask
             )
         )
-    attended = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+    attended = mx.concatenate(parts, axis=2)
     return attended.swapaxes(1, 2).reshape(num_rows, length, num_heads * width)
 
 

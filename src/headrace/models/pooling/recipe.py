@@ -77,7 +77,7 @@ def find_recipe(name: str, directory: Path, config: Mapping[str, Any]) -> Recipe
     elif (other := next((each for each in names if _OTHER_TASKS.search(each)), None)) is not None:
         raise _refusal(name, f"its architecture {other} has another task")
     elif any(map(_TRUNK.search, names)) or config.get("model_type") in ENCODERS:
-        found = _of_trunk(name, config)
+        found = _of_trunk(config)
     elif (family := DECODERS.get(str(config.get("model_type")))) is not None:
         found = _by_name(name, family)
     if found is None:
@@ -191,7 +191,7 @@ def _of_classifier(name: str, config: Mapping[str, Any], settings: Mapping[str, 
     return Recipe(traits, _modes(name, {"pooling_mode": mode}), Output.CLASSIFIER)
 
 
-def _of_trunk(name: str, config: Mapping[str, Any]) -> Recipe:
+def _of_trunk(config: Mapping[str, Any]) -> Recipe:
     """Without sentence-transformers' files, which converters often leave out."""
     family = DECODERS.get(str(config.get("model_type")))
     if family is not None:
