@@ -45,6 +45,10 @@ def set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def limits_blas_threads() -> bool:
+    return "OPENBLAS_NUM_THREADS" in os.environ
+
+
 def gpu_variables(number: int) -> dict[str, str]:
     """With them, set before its first use, CUDA sees only one of the GPUs that it would see."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")

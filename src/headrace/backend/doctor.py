@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import time
@@ -12,6 +11,7 @@ import mlx.core as mx
 
 from headrace import __version__
 from headrace.backend import blas, device
+from headrace.config_loading import limits_blas_threads
 
 _PACKAGES = ("mlx", "mlx-lm", "mlx-vlm")
 _SIZE = 1024
@@ -41,7 +41,7 @@ def machine_report(numerics: str = "fast") -> list[str]:
 
 def busy_advice(num_cores: int, load: float) -> str | None:
     """What to do on a CPU whose cores are shared; None if they are not. load: programs that want to run at a time."""
-    if num_cores == 1 or load <= 1.5 * num_cores or "OPENBLAS_NUM_THREADS" in os.environ:
+    if num_cores == 1 or load <= 1.5 * num_cores or limits_blas_threads():
         return None
     busy = f"{load:.0f} programs share {num_cores} cores"
     return f"{busy}, and threads of the BLAS wait for each other: OPENBLAS_NUM_THREADS=1 is faster then"
