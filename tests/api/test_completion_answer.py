@@ -107,6 +107,39 @@ def test_a_stream_tells_the_same_log_probabilities_piece_by_piece() -> None:
         assert [each for chunk in streamed for each in chunk["choices"][0]["logprobs"][name]] == values
 
 
+@pytest.mark.parametrize(
+    ("echo", "tokens", "offsets"),
+    [
+        ("<s>a<s>bc", (None, b"a", None, b"bc"), [0, 3, 4, 7, 9]),
+        ("a<s><s>", (b"a", None, None), [0, 1, 4, 7]),
+        # a prompt given as text, which the tokenizer put a token before
+        ("ab", (None, b"a", b"b"), [0, 0, 1, 2]),
+        ("😀<s>b", (SMILE[:2], SMILE[2:], None, b"b"), [0, 0, 1, 4, 5]),
+        ("\ufffd<s>b", (SMILE[:2], None, b"b"), [0, 0, 4, 5]),
+        # decoders of SentencePiece leave out the first token's space
+        ("a b", (b" a", b" b"), [0, 1, 3]),
+        ("<s> a", (None, b" a"), [0, 3, 5]),
+        (" a", (b" a",), [0, 2]),
+        ("<s>", (None,), [0, 3]),
+    ],
+)
+def test_places_of_tokens_count_the_special_tokens_that_an_echo_writes(
+    echo: str, tokens: tuple[bytes | None, ...], offsets: list[int]
+) -> None:
+    told = tuple(score(index, data, -0.5 if index else None) for index, data in enumerate(tokens))
+    events: list[Event] = [
+        Started(len(tokens)),
+        Text(echo, logprobs=told),
+        Text("<!", logprobs=(score(9, b"<!"),)),
+        Finished(FinishReason.STOP, USAGE, logprobs=(score(10, None),)),
+    ]
+    whole = CompletionAnswer(HEADING, includes_logprobs=True).whole(events)["choices"][0]
+    assert whole["logprobs"]["text_offset"] == [*offsets, len(whole["text"])]
+    for offset, token in zip(offsets[:-1], tokens, strict=True):
+        if token is None and echo != "ab":
+            assert whole["text"][offset:].lstrip("\ufffd").startswith("<s>")
+
+
 def test_log_probabilities_that_nobody_asked_for_are_null() -> None:
     events: list[Event] = [Started(1), Text("a"), Finished(FinishReason.STOP, USAGE)]
     assert CompletionAnswer(HEADING).whole(events)["choices"][0]["logprobs"] is None

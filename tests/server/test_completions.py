@@ -235,3 +235,11 @@ def test_a_text_and_a_chat_are_split_and_joined() -> None:
     refused = post("/detokenize", engine, tokens=[258])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
     assert engine.requests == []
+
+
+def test_an_echo_tells_where_special_tokens_stand_in_it() -> None:
+    asked = {"max_tokens": 2, "echo": True, "logprobs": 0, "temperature": 0}
+    answer = post(COMPLETIONS, FakeEngine("c", "d"), prompt=[BEGIN, *b"a", END], **asked).json()
+    (choice,) = answer["choices"]
+    assert choice["text"] == "<begin>a<end>cd"
+    assert choice["logprobs"]["text_offset"] == [0, 7, 8, 13, 14]

@@ -268,14 +268,15 @@ class CompletionAnswer(ChunkedAnswer):
     def _piece(
         self, index: int, text: str = "", logprobs: Sequence[DecodedLogprob] = (), finish_reason: str | None = None
     ) -> dict[str, Any]:
-        body = _logprob_lists(logprobs, self._offsets[index]) if logprobs else None
+        offsets = self._offsets[index].of(text, logprobs)
+        body = _logprob_lists(logprobs, offsets) if logprobs else None
         return {"choices": [{"index": index, "text": text, "logprobs": body, "finish_reason": finish_reason}]}
 
     def _joined(self, index: int, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
         body = None
         if self._includes_logprobs:
             parts = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
-            body = {name: [each for part in parts for each in part[name]] for name in _logprob_lists((), _Offsets())}
+            body = {name: [each for part in parts for each in part[name]] for name in _logprob_lists((), ())}
         joined = {"text": "".join(piece["text"] for piece in pieces), "logprobs": body}
         # The last piece has the finish reason, one may have the prompt's log-probabilities.
         return {name: value for piece in pieces for name, value in piece.items()} | joined
@@ -287,19 +288,38 @@ class _Offsets:
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
+        self._num_told = 0
 
-    def next(self, token: DecodedLogprob) -> int:
-        offset = self._length
-        self._length += len(self._utf8.decode(token.data or b""))
-        return offset
+    def of(self, text: str, tokens: Sequence[DecodedLogprob]) -> list[int]:
+        """Offsets of the tokens that begin in the choice's next piece of text."""
+        start, offsets = self._num_told, list[int]()
+        for token in tokens:
+            offsets.append(self._length)
+            self._length += self._num_added(token, text, max(self._length - start, 0))
+        self._num_told += len(text)
+        return offsets
+
+    def _num_added(self, token: DecodedLogprob, text: str, position: int) -> int:
+        if token.data is not None:
+            added = self._utf8.decode(token.data)
+            # Some decoders leave out the space before a text's first token.
+            is_cut = not self._length and added.startswith(" ") and text[position : position + 1] not in ("", " ")
+            return len(added) - is_cut
+        # A special token counts where the text has its name, as in an echo; there it ends an unfinished character.
+        state = self._utf8.getstate()
+        named = self._utf8.decode(b"", final=True) + token.text
+        if text.startswith(named, position):
+            return len(named)
+        self._utf8.setstate(state)
+        return 0
 
 
-def _logprob_lists(logprobs: Sequence[DecodedLogprob], offsets: _Offsets) -> dict[str, list[Any]]:
+def _logprob_lists(logprobs: Sequence[DecodedLogprob], offsets: Sequence[int]) -> dict[str, list[Any]]:
     return {
         "tokens": [token.text for token in logprobs],
         "token_logprobs": [None if token.logprob is None else shown_logprob(token.logprob) for token in logprobs],
         "top_logprobs": [_top(token) for token in logprobs],
-        "text_offset": [offsets.next(token) for token in logprobs],
+        "text_offset": list(offsets),
     }
 
 
