@@ -75,6 +75,40 @@ SCHEMAS: Mapping[str, dict[str, Any]] = {
         "$defs": {"C": {"enum": ["red", "blue"]}},
     },
     "a number of two parts": {**A, "properties": {"a": {"allOf": [INTEGER, {"minimum": 3}]}}},
+    "a reference by anchor": {**A, "properties": {"a": {"$ref": "#c"}}, "$defs": {"C": {"$anchor": "c", "const": 5}}},
+    "a reference by an anchor in a list": {
+        **A,
+        "properties": {"a": {"anyOf": [{"$anchor": "c", "enum": ["red", "blue"]}, {"const": 1}]}, "b": {"$ref": "#c"}},
+        "required": ["a", "b"],
+    },
+    "a reference by an anchor of draft 7": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        **A,
+        "properties": {"a": {"$ref": "#c"}},
+        "definitions": {"C": {"$id": "#c", "const": 5}},
+    },
+    "a reference in percent": {**A, "properties": {"a": {"$ref": "#/$defs/a%20b"}}, "$defs": {"a b": {"const": "ok"}}},
+    "a reference not in percent": {
+        **A,
+        "properties": {"a": {"$ref": "#/$defs/100% é"}},
+        "$defs": {"100% é": {"const": "ok"}},
+    },
+    "a reference into a list": {
+        **A,
+        "properties": {"a": {"$ref": "#/$defs/C/anyOf/1"}},
+        "$defs": {"C": {"anyOf": [INTEGER, {"const": "ok"}]}},
+    },
+    "a reference by the whole's address": {
+        "$id": "https://example.org/tools/odd",
+        **A,
+        "properties": {"a": {"$ref": "odd#/$defs/C"}},
+        "$defs": {"C": {"const": "ok"}},
+    },
+    "a reference by a part's address": {
+        **A,
+        "properties": {"a": {"$ref": "part.json"}},
+        "$defs": {"C": {"$id": "part.json", "const": "ok"}},
+    },
     "sixty": {"type": "object", "properties": {f"p{i}": INTEGER for i in range(60)}, "required": ["p0", "p59"]},
 }
 SYNTAXES = ("qwen_xml", "hermes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 
 from headrace.tool_calls.literals import GEMMA, JSON, PYTHON, Spelling, convert, parsed_literal
@@ -70,6 +71,47 @@ def test_bare_text_becomes_what_the_schema_takes(text: str, part: Any, expected:
     assert converted is not None
     value = json.loads(converted)
     assert (type(value), value) == (type(expected), expected)
+
+
+TYPED = {"s": {"type": "string"}, "i": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("reference", "definitions"),
+    [
+        ("#x", {"a": TYPED["i"], "b": {"$anchor": "x", "type": "string"}}),
+        ("#x", {"a": TYPED["i"], "b": {"allOf": [{}, {"properties": {"const": {"$anchor": "x", "type": "string"}}}]}}),
+        ("#x", {"a": {"enum": [{"$anchor": "x", "type": "integer"}]}, "b": {"$anchor": "x", "type": "string"}}),
+        ("#x", {"a": {"$id": "p.json", "$anchor": "x", **TYPED["i"]}, "b": {"$anchor": "x", "type": "string"}}),
+        ("p.json#x", {"a": {"$anchor": "x", **TYPED["i"]}, "b": {"$id": "p.json", "$anchor": "x", **TYPED["s"]}}),
+        ("p.json", {"b": {"$id": "p.json", "type": "string"}}),
+        ("p.json#/$defs/s", {"b": {"$id": "https://example.org/p.json", "$defs": TYPED}, "s": TYPED["i"]}),
+        ("https://example.org/tool#/$defs/s", TYPED),
+        ("tool#/$defs/s", TYPED),
+        ("#/$defs/a%20b", {"a b": {"type": "string"}}),
+        ("#/$defs/a%2Fb", {"a/b": {"type": "integer"}, "a": {"b": {"type": "string"}}}),
+        ("#/$defs/a%7E1b", {"a/b": {"type": "string"}}),
+        ("#/$defs/%25", {"%": {"type": "string"}, "%25": {"type": "integer"}}),
+        ("#/$defs/b/anyOf/1", {"b": {"anyOf": [TYPED["i"], TYPED["s"]]}}),
+        ("#/$defs/b/anyOf/0", {"b": {"anyOf": [TYPED["i"], TYPED["s"]]}}),
+    ],
+)
+def test_references_of_every_form_lead_where_jsonschema_goes(reference: str, definitions: dict[str, Any]) -> None:
+    # The whole itself is an object, which neither value is.
+    root = {"$id": "https://example.org/tool", "type": "object", "$defs": definitions}
+    checked = jsonschema.Draft202012Validator({"$id": root["$id"], "$ref": reference, "$defs": definitions})
+    (expected,) = (value for value in ("12", 12) if checked.is_valid(value))
+    converted = convert("12", Schema({"$ref": reference}, root))
+    assert converted is not None
+    assert json.loads(converted) == expected
+
+
+@pytest.mark.parametrize(
+    "reference", ["#nowhere", "other.json", "https://example.org/other#/$defs/a", "#/$defs/b", "#/a/9"]
+)
+def test_a_reference_that_leads_nowhere_allows_anything(reference: str) -> None:
+    root = {"type": "object", "required": ["x"], "$defs": {"a": {"type": "null"}}, "a": [{"type": "null"}]}
+    assert Schema({"$ref": reference}, root).types is None
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from urllib.parse import unquote
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.alternatives import Alternative, Shape, alternatives, object_shapes
 from headrace.grammar.raw_text import RawText, has_brackets, raw_value, without_brackets
 from headrace.grammar.schema import check_schema, compiled_schema
-from headrace.tool_calls.schema import COMBINING
+from headrace.tool_calls.schema import COMBINING, document_id, is_address_of
 from headrace.types.chat import ToolDefinition
 
 _FIELD = "tools"
@@ -145,17 +146,46 @@ class Arguments:
 
     def _with_definitions(self, schema: Any) -> Any:
         """A part of the schema with everything it refers to."""
-        moved = _with_references_moved(schema)
-        if moved == schema:
+        moved, references = self._with_references_moved(schema)
+        if not references:
             return schema
         return {**moved, "$defs": {**moved.get("$defs", {}), _ROOT: self._definition_of_root}}
 
     @cached_property
     def _definition_of_root(self) -> Any:
         # An `$id` would make it a separate document with its own references.
-        return _with_references_moved(
-            {name: each for name, each in self._root.items() if name not in ("$id", "$schema")}
-        )
+        rest = {name: each for name, each in self._root.items() if name not in ("$id", "$schema")}
+        return self._with_references_moved(rest)[0]
+
+    def _with_references_moved(self, schema: Any) -> tuple[Any, list[str]]:
+        """The schema with its references into the whole as references to `_ROOT`, and all of its references."""
+        references: list[str] = []
+
+        def moved(part: Any) -> Any:
+            if isinstance(part, Mapping):
+                if document_id(part):
+                    # Its references are its own.
+                    references.append(document_id(part))
+                    return part
+                changed = {name: moved(each) for name, each in part.items()}
+                if isinstance(own_id := changed.get("$id"), str):
+                    # Draft 7's spelling of an anchor, which a part without `$schema` can't have.
+                    del changed["$id"]
+                    changed |= {"$anchor": own_id[1:]} if own_id[1:] else {}
+                if isinstance(target := changed.get("$ref"), str):
+                    references.append(target)
+                    changed["$ref"] = self._moved_reference(target)
+                return changed
+            return [moved(each) for each in part] if isinstance(part, list | tuple) else part
+
+        return moved(schema), references
+
+    def _moved_reference(self, target: str) -> str:
+        address, _, fragment = target.partition("#")
+        if address and not is_address_of(address, self._root, self._root):
+            return target
+        is_pointer = not fragment or unquote(fragment).startswith("/")
+        return f"#/$defs/{_ROOT}{fragment}" if is_pointer else f"#{fragment}"
 
     def _check(self) -> bool:
         """Whether the parameters are a JSON schema; a strict tool's must be."""
@@ -181,15 +211,3 @@ class Arguments:
 
 def _without_bracketed_texts(parameter: Parameter) -> Parameter:
     return replace(parameter, raw=without_brackets(parameter.raw), has_brackets=True)
-
-
-def _with_references_moved(schema: Any) -> Any:
-    if isinstance(schema, Mapping):
-        moved = {name: _with_references_moved(each) for name, each in schema.items()}
-        target = moved.get("$ref")
-        if isinstance(target, str) and (target == "#" or target.startswith("#/")):
-            moved["$ref"] = f"#/$defs/{_ROOT}{target.removeprefix('#')}"
-        return moved
-    if isinstance(schema, list | tuple):
-        return [_with_references_moved(each) for each in schema]
-    return schema

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 from jsonschema_specifications import REGISTRY
@@ -147,10 +149,17 @@ def _normalised(schema: Any) -> Any:
     changed = _with_subschemas_changed(schema, _normalised)
     if changed.get("uniqueItems") is False:
         del changed["uniqueItems"]
+    if isinstance(changed.get("$ref"), str):
+        changed["$ref"] = _quoted(changed["$ref"])
     if changed.pop("nullable", None) is True:
         kept = {name: changed.pop(name) for name in _DEFINITIONS if name in changed}
         changed = {**kept, "anyOf": [changed, {"type": "null"}]}
     return changed
+
+
+def _quoted(reference: str) -> str:
+    """A reference with what a URI may not contain percent-encoded: llguidance takes no other."""
+    return quote(re.sub("%(?![0-9A-Fa-f]{2})", "%25", reference), safe="!#$%&'()*+,/:;=?@~")
 
 
 def _with_exact_numbers(schema: Any, param: str) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any
+from urllib.parse import unquote, urljoin
 
 _TYPE_NAMES = ("array", "boolean", "integer", "null", "number", "object", "string")
 ALL_TYPES = frozenset(_TYPE_NAMES)
@@ -22,6 +24,10 @@ _FORMS: Mapping[str, type] = {
     **dict.fromkeys(("minLength", "maxLength", "minProperties", "maxProperties"), int),
     **dict.fromkeys(("pattern", "format", "$ref"), str),
 }
+
+# Keywords with subschemas by names of any kind, and those whose values are no subschemas.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("const", "enum", "default", "examples")
 
 # The type that a subschema without one is about: a value of another type would match, but is never meant.
 _HINTS: Mapping[str, frozenset[str]] = {
@@ -60,13 +66,63 @@ def types_of_part(part: Mapping[str, Any]) -> frozenset[str]:
 
 def resolved(reference: str, root: Any) -> Any:
     """The target of a reference within the schema; True, which allows anything, if there is none."""
-    found = root
-    for step in reference.removeprefix("#").split("/")[1:]:
+    address, _, fragment = reference.partition("#")
+    found, fragment = _document(address, root), unquote(fragment)
+    if fragment and not fragment.startswith("/"):
+        return _anchored(fragment, found)
+    for step in fragment.split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, Mapping) or key not in found:
+        if isinstance(found, Mapping) and key in found:
+            found = found[key]
+        elif isinstance(found, list) and re.fullmatch("[0-9]{1,9}", key) and int(key) < len(found):
+            found = found[int(key)]
+        else:
             return True
-        found = found[key]
     return found
+
+
+def document_id(schema: Any) -> str:
+    """The address that a schema gives itself as a document of its own; empty if it gives none."""
+    own = schema.get("$id") if isinstance(schema, Mapping) else None
+    return own.partition("#")[0] if isinstance(own, str) else ""
+
+
+def is_address_of(address: str, schema: Any, root: Any) -> bool:
+    """Whether the part of a reference before its `#` means this subschema. root: the whole, which it is relative to."""
+    own, base = document_id(schema), document_id(root)
+    return bool(own) and urljoin(base, address) == urljoin(base, own)
+
+
+def _document(address: str, root: Any) -> Any:
+    if not address:
+        return root
+    return next((part for part in _parts_of_document(root) if is_address_of(address, part, root)), True)
+
+
+def _anchored(name: str, document: Any) -> Any:
+    for part in _parts_of_document(document):
+        names = (part.get("$anchor"), part.get("$dynamicAnchor"))
+        # Draft 7 has no anchors but ids that are fragments.
+        if (name in names and (part is document or not document_id(part))) or part.get("$id") == f"#{name}":
+            return part
+    return True
+
+
+def _parts_of_document(document: Any) -> Iterator[Mapping[str, Any]]:
+    """The subschemas in a document, itself first; of a document inside it only that as a whole."""
+    waiting = [document]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, Mapping):
+            yield part
+            if part is document or not document_id(part):
+                for name, value in part.items():
+                    if name in _MAPS and isinstance(value, Mapping):
+                        waiting += value.values()
+                    elif name not in _VALUES:
+                        waiting.append(value)
 
 
 class Schema:
