@@ -10,22 +10,20 @@ from typing import Any
 from llguidance import LLMatcher
 
 from headrace.grammar.alternatives import Alternative, types_of
+from headrace.grammar.formats import MOMENTS
 from headrace.grammar.lark import ANY_TEXT, regex
+from headrace.grammar.patterns import rust_pattern
 
-_DATE = r"[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 
 FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
+    **MOMENTS,
     "email": r"[A-Za-z0-9._+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){1,4}",
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
     "uri": r"[a-z][a-z0-9+.-]*:[!-~]+",
     "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
 }
-"""Formats of texts without quotes, each narrower than its standard where that is simpler (no 29th of February)."""
+"""Formats of texts without quotes, each narrower than its standard where that is simpler."""
 
 _NUMBER = r"\s*-?[0-9][0-9.eE+-]*\s*"
 _LIKE = {
@@ -178,6 +176,7 @@ def _patterns(part: Mapping[str, Any]) -> list[tuple[str, str | None]]:
 
 def _searched(pattern: str) -> str:
     """The regular expression of whole texts in which a pattern is found; its anchors exclude text beside it."""
+    pattern = rust_pattern(pattern)
     is_first, is_last = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[is_first : len(pattern) - is_last]
     return f"{'' if is_first else ANY_TEXT}({inner}){'' if is_last else ANY_TEXT}"

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache
 from typing import Any
@@ -17,6 +18,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.faults import describe_fault
+from headrace.grammar.formats import MOMENTS
+from headrace.grammar.patterns import rust_pattern
 from headrace.grammar.vocabulary import TokenTable, Vocabulary
 
 WHITE_SPACE = r" |\r?\n[ \t]{0,20}"
@@ -57,7 +60,7 @@ def compiled_schema(schema: Any, param: str, *, is_checked: bool = False) -> Any
     try:
         if not is_checked:
             check_schema(schema, param)
-        normal = _with_exact_numbers(_normalised(schema), param)
+        normal = _with_known_texts(_with_exact_numbers(_normalised(schema), param))
         if (fault := _llguidance_fault(normal)) is not None:
             raise InvalidRequest(_located(normal, fault), param=param)
     except RecursionError as error:
@@ -171,7 +174,7 @@ def _with_exact_numbers(schema: Any, param: str) -> Any:
         if isinstance(part, Mapping) and not _can_be_exact(part):
             fault = f"at {_pointer(path)}: a number has too many digits"
             raise InvalidRequest(f"the JSON schema can't be enforced: {fault}", param=param)
-    return _with_narrower_bounds(schema)
+    return _with_closed_bounds(_with_narrower_bounds(schema))
 
 
 def _can_be_exact(part: Mapping[str, Any]) -> bool:
@@ -200,6 +203,60 @@ def _with_narrower_bounds(schema: Any) -> Any:
     for name, sign in _BOUNDS.items():
         if _is_integer(changed.get(name)):
             changed[name] = sign * _float_from(max(sign * changed[name], -_LARGEST))
+    return changed
+
+
+def _with_closed_bounds(schema: Any) -> Any:
+    """The schema without open bounds that llguidance lets through as if they were closed.
+
+    These are whole numbers with less than 1 to another bound away from 0, which may stand in another subschema.
+    """
+    bounds: dict[int, list[float]] = {1: [], -1: []}
+    for _, part in _parts(schema, ()):
+        for name, sign in _BOUNDS.items() if isinstance(part, Mapping) else ():
+            if isinstance(part.get(name), int | float):
+                bounds[sign].append(sign * part[name])
+    # With the sign of the other side, so that an open bound's nearest one follows it.
+    opposite = {sign: sorted(-each for each in bounds[-sign]) for sign in bounds}
+
+    def closed(part: Any) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        changed = _with_subschemas_changed(part, closed)
+        for open_name, name in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if not isinstance(changed.get(open_name), int | float):
+                continue
+            sign = _BOUNDS[name]
+            least = sign * changed[open_name]
+            index = bisect_right(opposite[sign], least)
+            gap = opposite[sign][index] - least if index < len(opposite[sign]) else 1
+            if gap < 1 and least >= 0 and least == int(least):
+                # Small beside the gap, and still there in the 15 digits that llguidance looks at.
+                least += 10.0 ** max(math.floor(math.log10(gap)) - 6, math.floor(math.log10(least or gap)) - 13)
+                changed[name] = sign * max(least, sign * changed.get(name, -math.inf * sign))
+                del changed[open_name]
+        return changed
+
+    return closed(schema)
+
+
+def _with_known_texts(schema: Any) -> Any:
+    """The schema with patterns as Rust reads them, and with moments as patterns: llguidance knows no leap years."""
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = _with_subschemas_changed(schema, _with_known_texts)
+    if isinstance(changed.get("pattern"), str):
+        changed["pattern"] = rust_pattern(changed["pattern"])
+    if isinstance(changed.get("patternProperties"), Mapping):
+        given = changed["patternProperties"]
+        patterns = {pattern: rust_pattern(pattern) for pattern in given}
+        if len(set(patterns.values())) == len(patterns):
+            changed["patternProperties"] = {patterns[pattern]: part for pattern, part in given.items()}
+    moment = MOMENTS.get(changed["format"]) if isinstance(changed.get("format"), str) else None
+    if moment is not None:
+        del changed["format"]
+        pattern = {"pattern": f"^{moment}$"}
+        changed |= {"allOf": [*changed.get("allOf", ()), pattern]} if "pattern" in changed else pattern
     return changed
 
 
@@ -281,7 +338,8 @@ def is_found(pattern: str, text: str) -> bool | None:
 
 @lru_cache(128)
 def _compiled(pattern: str) -> LLMatcher:
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+    schema = {"type": "string", "pattern": rust_pattern(pattern)}
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     return LLMatcher(_byte_vocabulary(), grammar, log_level=0)
 
 
