@@ -107,11 +107,27 @@ def test_references_of_every_form_lead_where_jsonschema_goes(reference: str, def
 
 
 @pytest.mark.parametrize(
-    "reference", ["#nowhere", "other.json", "https://example.org/other#/$defs/a", "#/$defs/b", "#/a/9"]
+    "reference",
+    ["#nowhere", "http://[x", "http://[x#a", "other.json", "https://example.org/other#/$defs/a", "#/$defs/b", "#/a/9"],
 )
 def test_a_reference_that_leads_nowhere_allows_anything(reference: str) -> None:
     root = {"type": "object", "required": ["x"], "$defs": {"a": {"type": "null"}}, "a": [{"type": "null"}]}
     assert Schema({"$ref": reference}, root).types is None
+
+
+def test_a_schema_is_searched_once_for_all_of_its_anchors() -> None:
+    class Watched(dict[str, Any]):
+        num_walks = 0
+
+        def items(self) -> Any:
+            self.num_walks += 1
+            return super().items()
+
+    watched = Watched(type="null")
+    definitions = {str(number): {"$anchor": f"a{number}", "type": ["string", "null"]} for number in range(100)}
+    part = {"allOf": [{"$ref": f"#a{number}"} for number in range(100)]}
+    assert Schema(part, {"$defs": definitions, "properties": {"x": watched}}).types == {"string", "null"}
+    assert watched.num_walks == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from headrace.grammar.schema import is_found
-from headrace.tool_calls.schema import ALL_TYPES, COMBINING, MAX_DEPTH, resolved, types_of_part, well_formed_keywords
+from headrace.tool_calls.schema import ALL_TYPES, COMBINING, MAX_DEPTH, References, types_of_part, well_formed_keywords
 
 Alternative = tuple[Mapping[str, Any], ...]
 """Subschemas without references and combinators, all of which apply."""
@@ -18,13 +18,13 @@ MAX_ALTERNATIVES = 64
 """Alternatives of one schema. What matches one of the first matches the schema, so the others can be dropped."""
 
 
-def alternatives(schema: Any, root: Any) -> tuple[Alternative, ...]:
-    """The alternatives of a schema, none if nothing matches. root: the whole schema, for references.
+def alternatives(schema: Any, references: References) -> tuple[Alternative, ...]:
+    """The alternatives of a schema, none if nothing matches. references: of the whole schema.
 
     `oneOf` counts as `anyOf`: whether its branches exclude each other is not checked. Keywords with invalid values are
     ignored.
     """
-    return tuple(_alternatives(schema, root, MAX_DEPTH))
+    return tuple(_alternatives(schema, references, MAX_DEPTH))
 
 
 def types_of(option: Alternative) -> frozenset[str]:
@@ -54,30 +54,30 @@ class Shape:
         return (limits[0] if len(limits) == 1 else {"allOf": limits}) if limits else True
 
 
-def object_shapes(schema: Any, root: Any) -> tuple[Shape, ...]:
-    return tuple(Shape(option) for option in alternatives(schema, root) if "object" in types_of(option))
+def object_shapes(schema: Any, references: References) -> tuple[Shape, ...]:
+    return tuple(Shape(option) for option in alternatives(schema, references) if "object" in types_of(option))
 
 
-def _alternatives(schema: Any, root: Any, depth: int) -> list[Alternative]:
+def _alternatives(schema: Any, references: References, depth: int) -> list[Alternative]:
     if schema is False or not depth:
         return []
     if not isinstance(schema, Mapping):
         return [()]
     schema = well_formed_keywords(schema)
     found: list[Alternative] = [({name: value for name, value in schema.items() if name not in COMBINING},)]
-    for choices in _choices(schema, root, depth - 1):
+    for choices in _choices(schema, references, depth - 1):
         found = list(islice((option + choice for option in found for choice in choices), MAX_ALTERNATIVES))
     return found
 
 
-def _choices(schema: Mapping[str, Any], root: Any, depth: int) -> Iterator[Sequence[Alternative]]:
+def _choices(schema: Mapping[str, Any], references: References, depth: int) -> Iterator[Sequence[Alternative]]:
     if "$ref" in schema:
-        yield _alternatives(resolved(schema["$ref"], root), root, depth)
+        yield _alternatives(references.resolved(schema["$ref"]), references, depth)
     for each in schema.get("allOf", ()):
-        yield _alternatives(each, root, depth)
+        yield _alternatives(each, references, depth)
     for name in ("anyOf", "oneOf"):
         if name in schema:
-            yield [option for each in schema[name] for option in _alternatives(each, root, depth)]
+            yield [option for each in schema[name] for option in _alternatives(each, references, depth)]
 
 
 def _schemas_of(part: Mapping[str, Any], name: str) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from headrace.errors import InvalidRequest
 from headrace.grammar.alternatives import Alternative, Shape, alternatives, object_shapes
 from headrace.grammar.raw_text import RawText, has_brackets, raw_value, without_brackets
 from headrace.grammar.schema import check_schema, compiled_schema
-from headrace.tool_calls.schema import COMBINING, document_id, is_address_of
+from headrace.tool_calls.schema import COMBINING, References, document_id
 from headrace.types.chat import ToolDefinition
 
 _FIELD = "tools"
@@ -65,9 +65,10 @@ class Arguments:
     def __init__(self, tool: ToolDefinition) -> None:
         self._tool = tool
         self._root = dict(tool.parameters)
+        self._references = References(self._root)
         self._is_schema = self._check()
         self._alternatives: dict[Callable[[str], bool], tuple[tuple[Parameter, ...], ...]] = {}
-        self._shapes = object_shapes(self._root, self._root)
+        self._shapes = object_shapes(self._root, self._references)
         if not self._shapes:
             raise self._refused("its parameters allow no object")
 
@@ -115,7 +116,7 @@ class Arguments:
         given = []
         for name in shape.names:
             schema, is_required = shape.schema_of(name), name in shape.required
-            fitting = alternatives(schema, self._root)
+            fitting = alternatives(schema, self._references)
             if fitting and can_be_key(name):
                 given.append(self._parameter(name, schema, fitting, is_required))
             elif is_required:
@@ -182,7 +183,7 @@ class Arguments:
 
     def _moved_reference(self, target: str) -> str:
         address, _, fragment = target.partition("#")
-        if address and not is_address_of(address, self._root, self._root):
+        if not self._references.is_root(address):
             return target
         is_pointer = not fragment or unquote(fragment).startswith("/")
         return f"#/$defs/{_ROOT}{fragment}" if is_pointer else f"#{fragment}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from functools import reduce
+from collections.abc import Iterable, Mapping
+from functools import cached_property, reduce
 from typing import Any
 from urllib.parse import unquote, urljoin
 
@@ -64,75 +64,88 @@ def types_of_part(part: Mapping[str, Any]) -> frozenset[str]:
     return types | {"null"} if part.get("nullable") is True else types
 
 
-def resolved(reference: str, root: Any) -> Any:
-    """The target of a reference within the schema; True, which allows anything, if there is none."""
-    address, _, fragment = reference.partition("#")
-    found, fragment = _document(address, root), unquote(fragment)
-    if fragment and not fragment.startswith("/"):
-        return _anchored(fragment, found)
-    for step in fragment.split("/")[1:]:
-        key = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping) and key in found:
-            found = found[key]
-        elif isinstance(found, list) and re.fullmatch("[0-9]{1,9}", key) and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            return True
-    return found
-
-
 def document_id(schema: Any) -> str:
     """The address that a schema gives itself as a document of its own; empty if it gives none."""
     own = schema.get("$id") if isinstance(schema, Mapping) else None
     return own.partition("#")[0] if isinstance(own, str) else ""
 
 
-def is_address_of(address: str, schema: Any, root: Any) -> bool:
-    """Whether the part of a reference before its `#` means this subschema. root: the whole, which it is relative to."""
-    own, base = document_id(schema), document_id(root)
-    return bool(own) and urljoin(base, address) == urljoin(base, own)
+class References:
+    """The targets of references within a whole schema."""
 
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._base = document_id(root)
 
-def _document(address: str, root: Any) -> Any:
-    if not address:
-        return root
-    return next((part for part in _parts_of_document(root) if is_address_of(address, part, root)), True)
+    def resolved(self, reference: str) -> Any:
+        """The target; True, which allows anything, if there is none."""
+        address, _, fragment = reference.partition("#")
+        fragment = unquote(fragment)
+        document = _joined(self._base, address)
+        if fragment and not fragment.startswith("/"):
+            return self._named.get(f"{document}#{fragment}", True)
+        found = self._root if self.is_root(address) else self._named.get(document, True)
+        for step in fragment.split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, Mapping) and key in found:
+                found = found[key]
+            elif isinstance(found, list) and re.fullmatch("[0-9]{1,9}", key) and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                return True
+        return found
 
+    def is_root(self, address: str) -> bool:
+        """Whether the part of a reference before its `#` means the whole schema."""
+        return not address or _joined(self._base, address) == self._base
 
-def _anchored(name: str, document: Any) -> Any:
-    for part in _parts_of_document(document):
-        names = (part.get("$anchor"), part.get("$dynamicAnchor"))
-        # Draft 7 has no anchors but ids that are fragments.
-        if (name in names and (part is document or not document_id(part))) or part.get("$id") == f"#{name}":
-            return part
-    return True
-
-
-def _parts_of_document(document: Any) -> Iterator[Mapping[str, Any]]:
-    """The subschemas in a document, itself first; of a document inside it only that as a whole."""
-    waiting = [document]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, list):
-            waiting += part
-        elif isinstance(part, Mapping):
-            yield part
-            if part is document or not document_id(part):
+    @cached_property
+    def _named(self) -> dict[str, Any]:
+        """Documents in the schema by address, and subschemas by address and anchor."""
+        found: dict[str, Any] = {}
+        waiting: list[tuple[str, Any]] = [("", self._root)]
+        while waiting:
+            address, part = waiting.pop()
+            if isinstance(part, list):
+                waiting += [(address, each) for each in part]
+            elif isinstance(part, Mapping):
+                if own := document_id(part):
+                    address = _joined(address, own)
+                    found.setdefault(address, part)
+                for anchor in _anchors(part):
+                    found.setdefault(f"{address}#{anchor}", part)
                 for name, value in part.items():
                     if name in _MAPS and isinstance(value, Mapping):
-                        waiting += value.values()
+                        waiting += [(address, each) for each in value.values()]
                     elif name not in _VALUES:
-                        waiting.append(value)
+                        waiting.append((address, value))
+        return found
+
+
+def _joined(base: str, address: str) -> str:
+    try:
+        return urljoin(base, address)
+    except ValueError:  # of an IPv6 address
+        return address
+
+
+def _anchors(part: Mapping[str, Any]) -> list[str]:
+    named = [part.get("$anchor"), part.get("$dynamicAnchor")]
+    # Draft 7 has no anchors but ids that are fragments.
+    if isinstance(own := part.get("$id"), str) and own.startswith("#"):
+        named.append(own[1:])
+    return [each for each in named if isinstance(each, str)]
 
 
 class Schema:
-    """A subschema of a tool's arguments, as parsers use it. root: the whole, for references.
+    """A subschema of a tool's arguments, as parsers use it. root: the whole, or its references.
 
     types: None for any; without `integer` where there is `number`.
     """
 
     def __init__(self, part: Any, root: Any = None) -> None:
-        self._root = part if root is None else root
+        whole = part if root is None else root
+        self._references = whole if isinstance(whole, References) else References(whole)
         self._branches: list[Mapping[str, Any]] = []
         self._types_of_references: dict[str, frozenset[str] | None] = {}
         types = self._read(part, MAX_DEPTH)
@@ -160,17 +173,17 @@ class Schema:
     def of_property(self, name: str) -> Schema:
         for branch in self._branches:
             if name in branch.get("properties", ()):
-                return Schema(branch["properties"][name], self._root)
+                return Schema(branch["properties"][name], self._references)
         for branch in self._branches:
             if isinstance(branch.get("additionalProperties"), Mapping):
-                return Schema(branch["additionalProperties"], self._root)
+                return Schema(branch["additionalProperties"], self._references)
         return ANY
 
     @property
     def items(self) -> Schema:
         for branch in self._branches:
             if isinstance(branch.get("items"), Mapping):
-                return Schema(branch["items"], self._root)
+                return Schema(branch["items"], self._references)
         return ANY
 
     def declares(self, name: str) -> bool:
@@ -204,7 +217,7 @@ class Schema:
         """As `_read`, once for each reference: many in a circle would take exponential time."""
         if reference not in self._types_of_references:
             self._types_of_references[reference] = None
-            self._types_of_references[reference] = self._read(resolved(reference, self._root), depth)
+            self._types_of_references[reference] = self._read(self._references.resolved(reference), depth)
         return self._types_of_references[reference]
 
 
