@@ -203,6 +203,19 @@ def test_where_a_call_has_thoughts_or_content_both_become_thoughts() -> None:
     assert "assistant: [Hm.\n\nOn it.]{};\n" in text
 
 
+def test_where_ids_must_not_be_brief_others_stay() -> None:
+    body = (
+        "{% for c in m.tool_calls or [] %}{% if c.id | length < 9 %}{{ raise_exception('brief') }}{% endif %}"
+        "{{ c.id[-9:] }}={{ c.function.arguments | tojson }};{% endfor %}"
+        "{% if m.role == 'tool' %}{{ m.tool_call_id[-9:] }}={% endif %}"
+    )
+    text = render(template(body), CALL, RESULT)
+    call_id = text.partition("assistant: ")[2].partition("=")[0]
+    assert len(call_id) == 9
+    assert f"tool: {call_id}=one" in text
+    assert "assistant: 123456789={}" in render(template(body), called(("call_123456789", "{}")))
+
+
 @pytest.mark.parametrize("name", ["chatml", "thinking", "alternating", "headers"])
 def test_no_conversation_with_calls_is_refused(name: str) -> None:
     tokenizer = chat_tokenizer(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
@@ -51,7 +52,7 @@ def with_system_line(messages: tuple[ChatMessage, ...], line: str) -> tuple[Chat
     return (replace(messages[0], content=(*messages[0].content, TextPart(line))), *messages[1:])
 
 
-def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
+def num_leading_system(messages: Sequence[ChatMessage]) -> int:
     roles = [message.role for message in messages]
     return next((index for index, role in enumerate(roles) if role != "system"), len(roles))
 

@@ -30,6 +30,7 @@ _IDS: tuple[tuple[IdForm, tuple[str, str]], ...] = (
     ("any", ("call_0123456789abcdef01234567", "call_123456789abcdef012345678")),
     ("short", ("abcdefgh1", "abcdefgh2")),
 )
+_BRIEF_IDS = ("call_1", "call_2")
 _NAMES = ("probe_tool", "other_tool")
 _TOOLS = [
     {"type": "function", "function": {"name": name, "description": "?", "parameters": {"type": "object"}}}
@@ -58,7 +59,8 @@ class TemplateTraits:
     takes_thoughts: a call may have thinking and content.
     takes_lone_results: without a call.
     joins_results: results must be in the turn of their calls, as `tool_responses`.
-    ids: the required form of calls' ids. shows_ids: calls and results have them in the prompt.
+    ids: the required form of calls' ids. takes_brief_ids: of fewer than nine characters.
+    shows_ids: calls and results have them in the prompt.
     """
 
     takes_system: bool = True
@@ -75,6 +77,7 @@ class TemplateTraits:
     takes_lone_results: bool = True
     joins_results: bool = False
     ids: IdForm = "any"
+    takes_brief_ids: bool = True
     shows_ids: bool = False
 
 
@@ -117,6 +120,7 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
             takes_several_calls=_VALUES[1] in attempt(_calls(ids, arguments)),
             takes_thoughts=bool(attempt(_calls(ids, arguments[:1], traits.reasoning_keys))),
             ids=form,
+            takes_brief_ids=bool(attempt(_calls(_BRIEF_IDS, arguments[:1]))),
             # Once for the call and once for its result.
             shows_ids=(mapping or text).count(ids[0]) > 1,
         )
