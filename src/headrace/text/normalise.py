@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
@@ -38,8 +37,10 @@ def normalise(
     without_volatile = _without_volatile_line(joined)
     if not without_volatile:
         raise InvalidRequest("messages must not be empty", param="messages")
-    placed = fit_tool_turns(_place_system_messages(without_volatile, traits, system_notes), traits)
-    return _merge_turns(placed) if traits.alternates_roles else placed
+    fitted = fit_tool_turns(_place_system_messages(without_volatile, traits, system_notes), traits)
+    if traits.alternates_roles:
+        fitted = _merge_turns(fitted)
+    return _with_system_shown(fitted, traits)
 
 
 def media_parts(messages: tuple[ChatMessage, ...]) -> tuple[MediaPart, ...]:
@@ -52,7 +53,7 @@ def with_system_line(messages: tuple[ChatMessage, ...], line: str) -> tuple[Chat
     return (replace(messages[0], content=(*messages[0].content, TextPart(line))), *messages[1:])
 
 
-def num_leading_system(messages: Sequence[ChatMessage]) -> int:
+def num_leading_system(messages: tuple[ChatMessage, ...]) -> int:
     roles = [message.role for message in messages]
     return next((index for index, role in enumerate(roles) if role != "system"), len(roles))
 
@@ -154,6 +155,21 @@ def _merge_turns(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
         turns = tuple(group)
         merged += (_merge(turns),) if role in ("user", "assistant") else turns
     return tuple(merged)
+
+
+def _with_system_shown(messages: tuple[ChatMessage, ...], traits: TemplateTraits) -> tuple[ChatMessage, ...]:
+    """The messages with the system prompt where the template shows it, before a question."""
+    if messages[0].role != "system":
+        return messages
+    roles = [message.role for message in messages]
+    if not traits.takes_lone_system and set(roles) == {"system"}:
+        return (*messages, ChatMessage("user"))
+    if not traits.system_needs_question or roles[-1] == "user" or "user" not in roles:
+        return messages
+    # The last question, so that the prompt begins like the one that ended in this question.
+    asked = len(roles) - 1 - roles[::-1].index("user")
+    question = replace(messages[asked], content=_merged_content((messages[0], messages[asked])))
+    return (*messages[1:asked], question, *messages[asked + 1 :])
 
 
 def _merge(turns: tuple[ChatMessage, ...]) -> ChatMessage:

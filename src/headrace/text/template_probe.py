@@ -20,7 +20,13 @@ Fields = dict[str, Any]
 Attempt = Callable[[list[Fields], Mapping[str, Any]], str | None]
 """Renders messages under variables, without a generation prompt; None if the template refuses."""
 
-_NOTE = "probe of a system message"
+_NOTES = ("probe of a system message", "probe of a later one")
+_LATER_SYSTEMS = (
+    ("user", "assistant", "system", "user"),
+    ("system", "system", "user"),
+    ("system", "user", "assistant", "system", "user"),
+)
+"""Conversations with a system message that isn't the first."""
 _VALUES = ("probe of a value", "probe of another")
 _MAPPINGS = tuple({"probe_key": value} for value in _VALUES)
 _TEXTS = tuple(map(json.dumps, _MAPPINGS))
@@ -50,6 +56,8 @@ class TemplateTraits:
     """What a chat template accepts.
 
     takes_system: a system message at the top is rendered. single_system: one there and none later.
+    takes_lone_system: it is not lost without any other message.
+    system_needs_question: it is rendered only if the last message is a user's.
     alternates_roles: user and assistant must take turns.
     reasoning_keys: the names under which it looks for thinking.
     shows_tools, shows_calls, shows_results: it renders them at all.
@@ -65,6 +73,8 @@ class TemplateTraits:
 
     takes_system: bool = True
     single_system: bool = False
+    takes_lone_system: bool = True
+    system_needs_question: bool = False
     alternates_roles: bool = False
     reasoning_keys: tuple[str, ...] = ("reasoning_content",)
     shows_tools: bool = True
@@ -83,13 +93,16 @@ class TemplateTraits:
 
 def probe_template(source: str, attempt: Attempt, family: ModelFamily) -> TemplateTraits:
     """What a template accepts, as far as the family's record leaves it open."""
+    takes_user = attempt(_turns("user"), {}) is not None
+    takes_system = _NOTES[0] in (attempt(_turns("system", "user"), {}) or "")
     single_system = family.single_system
     if single_system is None:
-        single_system = _NOTE not in (attempt(_turns("user", "assistant", "system", "user"), {}) or "")
-    takes_user = attempt(_turns("user"), {}) is not None
+        single_system = not all(_shows_systems(attempt, *roles) for roles in _LATER_SYSTEMS)
     traits = TemplateTraits(
-        takes_system=_NOTE in (attempt(_turns("system", "user"), {}) or ""),
+        takes_system=takes_system,
         single_system=single_system,
+        takes_lone_system=not _loses_note(attempt(_turns("system"), {})),
+        system_needs_question=takes_system and _loses_note(attempt(_turns("system", "user", "assistant"), {})),
         alternates_roles=takes_user and attempt(_turns("user", "user"), {}) is None,
         reasoning_keys=detect_reasoning_keys(source),
     )
@@ -112,8 +125,11 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
             continue
         wants_text = not mapping or (repr(_MAPPINGS[0]) in mapping and _TEXTS[0] in text)
         arguments = _TEXTS if wants_text else _MAPPINGS
+        turns = _calls(ids, arguments[:1])
+        loses_system = traits.takes_system and _loses_note(attempt([*_turns("system"), *turns]) or None)
         return replace(
             traits,
+            system_needs_question=traits.system_needs_question or loses_system,
             shows_results=_RESULT in mapping + text,
             arguments="text" if wants_text else "mapping",
             takes_broken_arguments=_BROKEN in attempt(_calls(ids, (_BROKEN,))),
@@ -127,8 +143,22 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
     return replace(traits, shows_calls=False, shows_results=shows_lone_results)
 
 
+def _loses_note(rendered: str | None) -> bool:
+    """Whether a conversation that begins with a system message was rendered without it."""
+    return rendered is not None and _NOTES[0] not in rendered
+
+
+def _shows_systems(attempt: Attempt, *roles: str) -> bool:
+    return _shows(attempt(_turns(*roles), {}) or "", *_NOTES[: roles.count("system")])
+
+
+def _shows(rendered: str, *texts: str) -> bool:
+    return all(text in rendered for text in texts)
+
+
 def _turns(*roles: str) -> list[Fields]:
-    return [{"role": role, "content": _NOTE if role == "system" else "?"} for role in roles]
+    notes = iter(_NOTES)
+    return [{"role": role, "content": next(notes) if role == "system" else "?"} for role in roles]
 
 
 def _calls(ids: Sequence[str], arguments: Sequence[Any], thoughts: Sequence[str] = ()) -> list[Fields]:
