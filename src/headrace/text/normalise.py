@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.text.template_probe import TemplateTraits
 from headrace.text.tool_turns import call_arguments, content_text, fit_tool_turns
-from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
+from headrace.types.chat import ChatMessage, ContentPart, MediaPart, Role, TextPart, ToolCall, ToolDefinition
 
 SystemNotes = Literal["stable", "hoist"]
 
@@ -39,7 +40,9 @@ def normalise(
         raise InvalidRequest("messages must not be empty", param="messages")
     fitted = fit_tool_turns(_place_system_messages(without_volatile, traits, system_notes), traits)
     if traits.alternates_roles:
-        fitted = _merge_turns(fitted)
+        fitted = tuple(_with_turns_taken(_merge_turns(fitted), traits))
+    if traits.blank:
+        fitted = tuple(_with_blanks(fitted, traits.blank))
     return _with_system_shown(fitted, traits)
 
 
@@ -157,13 +160,42 @@ def _merge_turns(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     return tuple(merged)
 
 
+def _with_turns_taken(messages: Iterable[ChatMessage], traits: TemplateTraits) -> Iterator[ChatMessage]:
+    """The messages with an empty turn wherever it isn't the turn of the next one's role."""
+    turn: Role = "user"
+    for message in messages:
+        is_call = bool(message.tool_calls)
+        if message.role == "system" or ((is_call or message.role == "tool") and not traits.counts_calls):
+            yield message
+            continue
+        if message.role in ("user", "assistant") and message.role != turn and not is_call:
+            yield empty_turn(turn, traits)
+        yield message
+        turn = "user" if message.role == "assistant" else "assistant"
+
+
+def empty_turn(role: Role, traits: TemplateTraits) -> ChatMessage:
+    return ChatMessage(role, _as_text_part(traits.blank))
+
+
+def _with_blanks(messages: Sequence[ChatMessage], blank: str) -> Iterator[ChatMessage]:
+    """The messages with a text in the assistant's empty ones.
+
+    Thinking alone at the end is left to the template, because it can only be continued where it is shown.
+    """
+    for index, message in enumerate(messages, start=1):
+        is_empty = message.role == "assistant" and not message.content and not message.tool_calls
+        is_shown = not message.reasoning or index < len(messages)
+        yield replace(message, content=_as_text_part(blank)) if is_empty and is_shown else message
+
+
 def _with_system_shown(messages: tuple[ChatMessage, ...], traits: TemplateTraits) -> tuple[ChatMessage, ...]:
     """The messages with the system prompt where the template shows it, before a question."""
     if messages[0].role != "system":
         return messages
     roles = [message.role for message in messages]
     if not traits.takes_lone_system and set(roles) == {"system"}:
-        return (*messages, ChatMessage("user"))
+        return (*messages, empty_turn("user", traits))
     if not traits.system_needs_question or roles[-1] == "user" or "user" not in roles:
         return messages
     # The last question, so that the prompt begins like the one that ended in this question.

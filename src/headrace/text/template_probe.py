@@ -45,6 +45,9 @@ _TOOLS = [
 _TOOL_ROLE = re.compile(r"==\s*['\"]tool['\"]")
 _THOUGHT = "So."
 
+_BLANKS = ("", " ", "...")
+"""Texts that say nothing, the most wanted first."""
+
 QUESTION = ChatMessage("user", (TextPart("?"),))
 
 # Two that begin and end differently: what they share at both ends is the template's.
@@ -58,7 +61,8 @@ class TemplateTraits:
     takes_system: a system message at the top is rendered. single_system: one there and none later.
     takes_lone_system: it is not lost without any other message.
     system_needs_question: it is rendered only if the last message is a user's.
-    alternates_roles: user and assistant must take turns.
+    alternates_roles: user and assistant must take turns. counts_calls: calls and results are such turns, too.
+    blank: the text of an assistant's turn that says nothing.
     reasoning_keys: the names under which it looks for thinking.
     shows_tools, shows_calls, shows_results: it renders them at all.
     arguments: the form that it expects of a call's arguments.
@@ -76,6 +80,8 @@ class TemplateTraits:
     takes_lone_system: bool = True
     system_needs_question: bool = False
     alternates_roles: bool = False
+    counts_calls: bool = False
+    blank: str = ""
     reasoning_keys: tuple[str, ...] = ("reasoning_content",)
     shows_tools: bool = True
     shows_calls: bool = True
@@ -104,6 +110,7 @@ def probe_template(source: str, attempt: Attempt, family: ModelFamily) -> Templa
         takes_lone_system=not _loses_note(attempt(_turns("system"), {})),
         system_needs_question=takes_system and _loses_note(attempt(_turns("system", "user", "assistant"), {})),
         alternates_roles=takes_user and attempt(_turns("user", "user"), {}) is None,
+        blank=next((text for text in _BLANKS if attempt(_with_answer(text), {}) is not None), ""),
         reasoning_keys=detect_reasoning_keys(source),
     )
     traits = _with_call_traits(traits, lambda messages: attempt(messages, {"tools": _TOOLS}) or "")
@@ -126,6 +133,7 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
         wants_text = not mapping or (repr(_MAPPINGS[0]) in mapping and _TEXTS[0] in text)
         arguments = _TEXTS if wants_text else _MAPPINGS
         turns = _calls(ids, arguments[:1])
+        question, call, _ = turns
         loses_system = traits.takes_system and _loses_note(attempt([*_turns("system"), *turns]) or None)
         return replace(
             traits,
@@ -135,6 +143,7 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
             takes_broken_arguments=_BROKEN in attempt(_calls(ids, (_BROKEN,))),
             takes_several_calls=_VALUES[1] in attempt(_calls(ids, arguments)),
             takes_thoughts=bool(attempt(_calls(ids, arguments[:1], traits.reasoning_keys))),
+            counts_calls=bool(attempt([question, call, question])),
             ids=form,
             takes_brief_ids=bool(attempt(_calls(_BRIEF_IDS, arguments[:1]))),
             # Once for the call and once for its result.
@@ -159,6 +168,10 @@ def _shows(rendered: str, *texts: str) -> bool:
 def _turns(*roles: str) -> list[Fields]:
     notes = iter(_NOTES)
     return [{"role": role, "content": next(notes) if role == "system" else "?"} for role in roles]
+
+
+def _with_answer(text: str) -> list[Fields]:
+    return [*_turns("user"), {"role": "assistant", "content": text}, *_turns("user")]
 
 
 def _calls(ids: Sequence[str], arguments: Sequence[Any], thoughts: Sequence[str] = ()) -> list[Fields]:
