@@ -43,6 +43,8 @@ def normalise(
         fitted = tuple(_with_turns_taken(_merge_turns(fitted), traits))
     if traits.blank:
         fitted = tuple(_with_blanks(fitted, traits.blank))
+    if traits.parts_calls:
+        fitted = tuple(part for message in fitted for part in _parted(message, traits))
     return _with_system_shown(fitted, traits)
 
 
@@ -187,6 +189,15 @@ def _with_blanks(messages: Sequence[ChatMessage], blank: str) -> Iterator[ChatMe
         is_empty = message.role == "assistant" and not message.content and not message.tool_calls
         is_shown = not message.reasoning or index < len(messages)
         yield replace(message, content=_as_text_part(blank)) if is_empty and is_shown else message
+
+
+def _parted(message: ChatMessage, traits: TemplateTraits) -> tuple[ChatMessage, ...]:
+    """Text beside a call as a turn of its own."""
+    if not message.tool_calls or not message.content:
+        return (message,)
+    if traits.parts_thoughts:
+        return replace(message, tool_calls=()), replace(message, content=(), reasoning=None)
+    return replace(message, tool_calls=(), reasoning=None), replace(message, content=())
 
 
 def _with_system_shown(messages: tuple[ChatMessage, ...], traits: TemplateTraits) -> tuple[ChatMessage, ...]:

@@ -27,6 +27,7 @@ _LATER_SYSTEMS = (
     ("system", "user", "assistant", "system", "user"),
 )
 """Conversations with a system message that isn't the first."""
+_SAID = "probe of text beside a call"
 _VALUES = ("probe of a value", "probe of another")
 _MAPPINGS = tuple({"probe_key": value} for value in _VALUES)
 _TEXTS = tuple(map(json.dumps, _MAPPINGS))
@@ -43,7 +44,7 @@ _TOOLS = [
     for name in _NAMES
 ]
 _TOOL_ROLE = re.compile(r"==\s*['\"]tool['\"]")
-_THOUGHT = "So."
+_THOUGHT = "So, a probe."
 
 _BLANKS = ("", " ", "...")
 """Texts that say nothing, the most wanted first."""
@@ -69,6 +70,7 @@ class TemplateTraits:
     takes_broken_arguments: those that are no JSON object are shown as text.
     takes_several_calls: in one turn.
     takes_thoughts: a call may have thinking and content.
+    parts_calls: text beside a call is rendered only as a turn of its own before it. parts_thoughts: so is thinking.
     takes_lone_results: without a call.
     joins_results: results must be in the turn of their calls, as `tool_responses`.
     ids: the required form of calls' ids. takes_brief_ids: of fewer than nine characters.
@@ -90,6 +92,8 @@ class TemplateTraits:
     takes_broken_arguments: bool = True
     takes_several_calls: bool = True
     takes_thoughts: bool = True
+    parts_calls: bool = False
+    parts_thoughts: bool = False
     takes_lone_results: bool = True
     joins_results: bool = False
     ids: IdForm = "any"
@@ -133,7 +137,9 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
         wants_text = not mapping or (repr(_MAPPINGS[0]) in mapping and _TEXTS[0] in text)
         arguments = _TEXTS if wants_text else _MAPPINGS
         turns = _calls(ids, arguments[:1])
-        question, call, _ = turns
+        question, call, result = turns
+        parts_calls = not _shows(attempt([question, {**call, "content": _SAID}, result]), _SAID, _VALUES[0])
+        parted = _parted(turns, traits.reasoning_keys)
         loses_system = traits.takes_system and _loses_note(attempt([*_turns("system"), *turns]) or None)
         return replace(
             traits,
@@ -144,6 +150,8 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
             takes_several_calls=_VALUES[1] in attempt(_calls(ids, arguments)),
             takes_thoughts=bool(attempt(_calls(ids, arguments[:1], traits.reasoning_keys))),
             counts_calls=bool(attempt([question, call, question])),
+            parts_calls=parts_calls and all(_shows(attempt(each), _SAID, _VALUES[0]) for each in parted),
+            parts_thoughts=_shows(attempt(parted[0]), _THOUGHT),
             ids=form,
             takes_brief_ids=bool(attempt(_calls(_BRIEF_IDS, arguments[:1]))),
             # Once for the call and once for its result.
@@ -163,6 +171,17 @@ def _shows_systems(attempt: Attempt, *roles: str) -> bool:
 
 def _shows(rendered: str, *texts: str) -> bool:
     return all(text in rendered for text in texts)
+
+
+def _parted(turns: Sequence[Fields], thoughts: Sequence[str]) -> list[list[Fields]]:
+    """A question, text, a call and its result; then with an answer, too, and with one more question.
+
+    Some templates take two turns of the assistant in a row, but then refuse the answer.
+    """
+    question, *others = turns
+    said = {"role": "assistant", "content": _SAID, **dict.fromkeys(thoughts, _THOUGHT)}
+    parted = [question, said, *others]
+    return [parted, [*parted, *_turns("assistant")], [*parted, *_turns("assistant", "user")]]
 
 
 def _turns(*roles: str) -> list[Fields]:
