@@ -192,7 +192,7 @@ def _with_blanks(messages: Sequence[ChatMessage], blank: str) -> Iterator[ChatMe
 
 
 def _parted(message: ChatMessage, traits: TemplateTraits) -> tuple[ChatMessage, ...]:
-    """Text beside a call as a turn of its own."""
+    """Text beside a call as a separate turn."""
     if not message.tool_calls or not message.content:
         return (message,)
     if traits.parts_thoughts:

@@ -70,7 +70,7 @@ class TemplateTraits:
     takes_broken_arguments: those that are no JSON object are shown as text.
     takes_several_calls: in one turn.
     takes_thoughts: a call may have thinking and content.
-    parts_calls: text beside a call is rendered only as a turn of its own before it. parts_thoughts: so is thinking.
+    parts_calls: text beside a call is rendered only as a separate turn before it. parts_thoughts: so is thinking.
     takes_lone_results: without a call.
     joins_results: results must be in the turn of their calls, as `tool_responses`.
     ids: the required form of calls' ids. takes_brief_ids: of fewer than nine characters.
