@@ -203,6 +203,82 @@ def test_where_a_call_has_thoughts_or_content_both_become_thoughts() -> None:
     assert "assistant: [Hm.\n\nOn it.]{};\n" in text
 
 
+ARGUMENTS = f"{CALLS}{{{{ c.function.arguments | tojson }}}};{{% endfor %}}"
+TURN_END = "{{ '\n' }}{% endfor %}"
+NO_TEXT = f"{{% if m.tool_calls %}}{ARGUMENTS}{{% else %}}{{{{ m.content }}}}{{% endif %}}{TURN_END}"
+NO_CALL = f"{{% if m.content %}}{{{{ m.content }}}}{{% else %}}{ARGUMENTS}{{% endif %}}{TURN_END}"
+THOUGHTS = "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+THOUGHTS_AT_CALLS = "{% if m.tool_calls %}" + THOUGHTS + "{% endif %}"
+SINGLE = "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+
+
+def spoken_template(body: str) -> ChatTemplate:
+    source = HEAD + body
+    return ChatTemplate(Tokenizer(byte_level(), chat_template=source), find_family("generic", source))
+
+
+@pytest.mark.parametrize("body", [NO_TEXT, NO_CALL])
+def test_text_that_gets_lost_beside_a_call_is_a_turn_before_it(body: str) -> None:
+    spoken, turn = spoken_template(body), called(("a", '{"a": 1}'), text="On it.")
+    result = said("tool", "one", tool_call_id="a")
+    begun = render(spoken, turn, result)
+    assert begun.endswith('user: hi\nassistant: On it.\nassistant: {"a": 1};\ntool: one\n')
+    done = render(
+        spoken, turn, said("tool", "one", tool_call_id="a"), said("assistant", "done"), said("user", "thanks")
+    )
+    assert done == begun + "assistant: done\nuser: thanks\n"
+    assert render(spoken, CALL, RESULT).endswith('user: hi\nassistant: {"a": 1};\ntool: one\n')
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "expected"),
+    [
+        (THOUGHTS, "assistant: (Hm.)On it.\nassistant: {};\n"),
+        (THOUGHTS_AT_CALLS, "assistant: On it.\nassistant: (Hm.){};\n"),
+        ("", "assistant: On it.\nassistant: {};\n"),
+    ],
+)
+def test_the_thinking_of_a_parted_turn_stays_where_it_is_shown(thoughts: str, expected: str) -> None:
+    turn = called(("a", "{}"), text="On it.", reasoning="Hm.")
+    assert render(spoken_template(thoughts + NO_TEXT), turn).endswith(f"user: hi\n{expected}")
+
+
+def test_text_beside_several_calls_comes_once() -> None:
+    turn = called(("a", '{"a": 1}'), ("b", '{"a": 2}'), text="Both.")
+    results = said("tool", "one", tool_call_id="a"), said("tool", "two", tool_call_id="b")
+    assert render(spoken_template(NO_TEXT), turn, *results).endswith(
+        'assistant: Both.\nassistant: {"a": 1};{"a": 2};\ntool: one\ntool: two\n'
+    )
+    assert render(spoken_template(SINGLE + NO_TEXT), turn, *results).endswith(
+        'assistant: Both.\nassistant: {"a": 1};\ntool: one\nassistant: {"a": 2};\ntool: two\n'
+    )
+
+
+def test_text_beside_a_call_is_no_turn_where_that_would_be_refused() -> None:
+    strict = (
+        "{% if m.role == 'assistant' and not m.tool_calls and messages[:loop.index0]"
+        " | selectattr('role', 'equalto', 'assistant') | rejectattr('tool_calls') | list %}"
+        "{{ raise_exception('one answer') }}{% endif %}"
+    )
+    chat = called(("a", '{"a": 1}'), text="On it."), said("tool", "one", tool_call_id="a"), said("assistant", "done")
+    assert render(spoken_template(strict + NO_TEXT), *chat).endswith(
+        'assistant: {"a": 1};\ntool: one\nassistant: done\n'
+    )
+
+
+def test_where_ids_must_not_be_brief_others_stay() -> None:
+    body = (
+        "{% for c in m.tool_calls or [] %}{% if c.id | length < 9 %}{{ raise_exception('brief') }}{% endif %}"
+        "{{ c.id[-9:] }}={{ c.function.arguments | tojson }};{% endfor %}"
+        "{% if m.role == 'tool' %}{{ m.tool_call_id[-9:] }}={% endif %}"
+    )
+    text = render(template(body), CALL, RESULT)
+    call_id = text.partition("assistant: ")[2].partition("=")[0]
+    assert len(call_id) == 9
+    assert f"tool: {call_id}=one" in text
+    assert "assistant: 123456789={}" in render(template(body), called(("call_123456789", "{}")))
+
+
 @pytest.mark.parametrize("name", ["chatml", "thinking", "alternating", "headers"])
 def test_no_conversation_with_calls_is_refused(name: str) -> None:
     tokenizer = chat_tokenizer(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from headrace.errors import InvalidRequest, UnsupportedField
 from headrace.text.template_probe import TemplateTraits
 from headrace.text.tool_turns import call_arguments, content_text, fit_tool_turns
-from headrace.types.chat import ChatMessage, ContentPart, MediaPart, TextPart, ToolCall, ToolDefinition
+from headrace.types.chat import ChatMessage, ContentPart, MediaPart, Role, TextPart, ToolCall, ToolDefinition
 
 SystemNotes = Literal["stable", "hoist"]
 
@@ -38,8 +38,14 @@ def normalise(
     without_volatile = _without_volatile_line(joined)
     if not without_volatile:
         raise InvalidRequest("messages must not be empty", param="messages")
-    placed = fit_tool_turns(_place_system_messages(without_volatile, traits, system_notes), traits)
-    return _merge_turns(placed) if traits.alternates_roles else placed
+    fitted = fit_tool_turns(_place_system_messages(without_volatile, traits, system_notes), traits)
+    if traits.alternates_roles:
+        fitted = tuple(_with_turns_taken(_merge_turns(fitted), traits))
+    if traits.blank:
+        fitted = tuple(_with_blanks(fitted, traits.blank))
+    if traits.parts_calls:
+        fitted = tuple(part for message in fitted for part in _parted(message, traits))
+    return _with_system_shown(fitted, traits)
 
 
 def media_parts(messages: tuple[ChatMessage, ...]) -> tuple[MediaPart, ...]:
@@ -154,6 +160,59 @@ def _merge_turns(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
         turns = tuple(group)
         merged += (_merge(turns),) if role in ("user", "assistant") else turns
     return tuple(merged)
+
+
+def _with_turns_taken(messages: Iterable[ChatMessage], traits: TemplateTraits) -> Iterator[ChatMessage]:
+    """The messages with an empty turn wherever it isn't the turn of the next one's role."""
+    turn: Role = "user"
+    for message in messages:
+        is_call = bool(message.tool_calls)
+        if message.role == "system" or ((is_call or message.role == "tool") and not traits.counts_calls):
+            yield message
+            continue
+        if message.role in ("user", "assistant") and message.role != turn and not is_call:
+            yield empty_turn(turn, traits)
+        yield message
+        turn = "user" if message.role == "assistant" else "assistant"
+
+
+def empty_turn(role: Role, traits: TemplateTraits) -> ChatMessage:
+    return ChatMessage(role, _as_text_part(traits.blank))
+
+
+def _with_blanks(messages: Sequence[ChatMessage], blank: str) -> Iterator[ChatMessage]:
+    """The messages with a text in the assistant's empty ones.
+
+    Thinking alone at the end is left to the template, because it can only be continued where it is shown.
+    """
+    for index, message in enumerate(messages, start=1):
+        is_empty = message.role == "assistant" and not message.content and not message.tool_calls
+        is_shown = not message.reasoning or index < len(messages)
+        yield replace(message, content=_as_text_part(blank)) if is_empty and is_shown else message
+
+
+def _parted(message: ChatMessage, traits: TemplateTraits) -> tuple[ChatMessage, ...]:
+    """Text beside a call as a separate turn."""
+    if not message.tool_calls or not message.content:
+        return (message,)
+    if traits.parts_thoughts:
+        return replace(message, tool_calls=()), replace(message, content=(), reasoning=None)
+    return replace(message, tool_calls=(), reasoning=None), replace(message, content=())
+
+
+def _with_system_shown(messages: tuple[ChatMessage, ...], traits: TemplateTraits) -> tuple[ChatMessage, ...]:
+    """The messages with the system prompt where the template shows it, before a question."""
+    if messages[0].role != "system":
+        return messages
+    roles = [message.role for message in messages]
+    if not traits.takes_lone_system and set(roles) == {"system"}:
+        return (*messages, empty_turn("user", traits))
+    if not traits.system_needs_question or roles[-1] == "user" or "user" not in roles:
+        return messages
+    # The last question, so that the prompt begins like the one that ended in this question.
+    asked = len(roles) - 1 - roles[::-1].index("user")
+    question = replace(messages[asked], content=_merged_content((messages[0], messages[asked])))
+    return (*messages[1:asked], question, *messages[asked + 1 :])
 
 
 def _merge(turns: tuple[ChatMessage, ...]) -> ChatMessage:

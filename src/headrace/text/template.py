@@ -28,7 +28,14 @@ from headrace.text.boundaries import (
 from headrace.text.control_text import UNFINISHED_END, ControlText, TextRun, find_control_tokens
 from headrace.text.encoder import EncodedIds
 from headrace.text.history import HistoryPolicy, Renderer, TurnCache, with_thinking_apart
-from headrace.text.normalise import SystemNotes, normalise, num_leading_system, template_tool, with_system_line
+from headrace.text.normalise import (
+    SystemNotes,
+    empty_turn,
+    normalise,
+    num_leading_system,
+    template_tool,
+    with_system_line,
+)
 from headrace.text.template_source import RequestRenderer, TemplateSource
 from headrace.text.tokenizer import Tokenizer, well_formed
 from headrace.text.tool_turns import content_text, matched_results, tools_note
@@ -172,10 +179,13 @@ class ChatTemplate:
         """
         followed = replace(request, messages=(*request.messages, answer, _NEXT_QUESTION))
         messages, renderers = self._prepare(followed)
+        assert self._source is not None
         chat = _rendered(renderers.whole, messages)
         runs, ends = self._control_text.parts(chat.text)
         encoded, _ = self._encode(runs, None)
-        length = _answered_length(chat, _tail(chat, renderers))
+        # A result will follow the answer's call instead of the turn that parts it from the question here.
+        is_parted = bool(answer.tool_calls) and messages[-2] == empty_turn("assistant", self._source.traits)
+        length = _answered_length(chat, _tail(chat, renderers), messages[-2:] if is_parted else messages[-1:])
         boundaries = self._token_boundaries(ends, encoded, [TextBoundary(length, BoundaryKind.MESSAGE)])
         num_tokens = boundaries[0].num_tokens if boundaries else 0
         return PromptPrefix(tuple(encoded[:num_tokens].tolist()), boundaries)
@@ -321,11 +331,11 @@ def _tail(chat: RenderedChat, renderers: _Renderers) -> RenderedChat:
         return replace(chat, num_agreed=0)
 
 
-def _answered_length(chat: RenderedChat, tail: RenderedChat) -> int:
-    """Characters up to the end of the last message but one, which a question follows."""
-    length = shared_length(tail, tail.messages[:-1], "user")
+def _answered_length(chat: RenderedChat, tail: RenderedChat, following: tuple[ChatMessage, ...]) -> int:
+    """Characters up to the last messages, which follow an answer."""
+    length = shared_length(tail, tail.messages[: -len(following)], following[0].role)
     if len(tail.text) - length > tail.num_agreed:
-        return shared_length(chat, chat.messages[:-1], "user")
+        return shared_length(chat, chat.messages[: -len(following)], following[0].role)
     return length + len(chat.text) - len(tail.text)
 
 

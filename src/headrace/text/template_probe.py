@@ -20,7 +20,14 @@ Fields = dict[str, Any]
 Attempt = Callable[[list[Fields], Mapping[str, Any]], str | None]
 """Renders messages under variables, without a generation prompt; None if the template refuses."""
 
-_NOTE = "probe of a system message"
+_NOTES = ("probe of a system message", "probe of a later one")
+_LATER_SYSTEMS = (
+    ("user", "assistant", "system", "user"),
+    ("system", "system", "user"),
+    ("system", "user", "assistant", "system", "user"),
+)
+"""Conversations with a system message that isn't the first."""
+_SAID = "probe of text beside a call"
 _VALUES = ("probe of a value", "probe of another")
 _MAPPINGS = tuple({"probe_key": value} for value in _VALUES)
 _TEXTS = tuple(map(json.dumps, _MAPPINGS))
@@ -30,13 +37,17 @@ _IDS: tuple[tuple[IdForm, tuple[str, str]], ...] = (
     ("any", ("call_0123456789abcdef01234567", "call_123456789abcdef012345678")),
     ("short", ("abcdefgh1", "abcdefgh2")),
 )
+_BRIEF_IDS = ("call_1", "call_2")
 _NAMES = ("probe_tool", "other_tool")
 _TOOLS = [
     {"type": "function", "function": {"name": name, "description": "?", "parameters": {"type": "object"}}}
     for name in _NAMES
 ]
 _TOOL_ROLE = re.compile(r"==\s*['\"]tool['\"]")
-_THOUGHT = "So."
+_THOUGHT = "So, a probe."
+
+_BLANKS = ("", " ", "...")
+"""Texts that say nothing, the most wanted first."""
 
 QUESTION = ChatMessage("user", (TextPart("?"),))
 
@@ -49,21 +60,30 @@ class TemplateTraits:
     """What a chat template accepts.
 
     takes_system: a system message at the top is rendered. single_system: one there and none later.
-    alternates_roles: user and assistant must take turns.
+    takes_lone_system: it is not lost without any other message.
+    system_needs_question: it is rendered only if the last message is a user's.
+    alternates_roles: user and assistant must take turns. counts_calls: calls and results are such turns, too.
+    blank: the text of an assistant's turn that says nothing.
     reasoning_keys: the names under which it looks for thinking.
     shows_tools, shows_calls, shows_results: it renders them at all.
     arguments: the form that it expects of a call's arguments.
     takes_broken_arguments: those that are no JSON object are shown as text.
     takes_several_calls: in one turn.
     takes_thoughts: a call may have thinking and content.
+    parts_calls: text beside a call is rendered only as a separate turn before it. parts_thoughts: so is thinking.
     takes_lone_results: without a call.
     joins_results: results must be in the turn of their calls, as `tool_responses`.
-    ids: the required form of calls' ids. shows_ids: calls and results have them in the prompt.
+    ids: the required form of calls' ids. takes_brief_ids: of fewer than nine characters.
+    shows_ids: calls and results have them in the prompt.
     """
 
     takes_system: bool = True
     single_system: bool = False
+    takes_lone_system: bool = True
+    system_needs_question: bool = False
     alternates_roles: bool = False
+    counts_calls: bool = False
+    blank: str = ""
     reasoning_keys: tuple[str, ...] = ("reasoning_content",)
     shows_tools: bool = True
     shows_calls: bool = True
@@ -72,22 +92,29 @@ class TemplateTraits:
     takes_broken_arguments: bool = True
     takes_several_calls: bool = True
     takes_thoughts: bool = True
+    parts_calls: bool = False
+    parts_thoughts: bool = False
     takes_lone_results: bool = True
     joins_results: bool = False
     ids: IdForm = "any"
+    takes_brief_ids: bool = True
     shows_ids: bool = False
 
 
 def probe_template(source: str, attempt: Attempt, family: ModelFamily) -> TemplateTraits:
     """What a template accepts, as far as the family's record leaves it open."""
+    takes_user = attempt(_turns("user"), {}) is not None
+    takes_system = _NOTES[0] in (attempt(_turns("system", "user"), {}) or "")
     single_system = family.single_system
     if single_system is None:
-        single_system = _NOTE not in (attempt(_turns("user", "assistant", "system", "user"), {}) or "")
-    takes_user = attempt(_turns("user"), {}) is not None
+        single_system = not all(_shows_systems(attempt, *roles) for roles in _LATER_SYSTEMS)
     traits = TemplateTraits(
-        takes_system=_NOTE in (attempt(_turns("system", "user"), {}) or ""),
+        takes_system=takes_system,
         single_system=single_system,
+        takes_lone_system=not _loses_note(attempt(_turns("system"), {})),
+        system_needs_question=takes_system and _loses_note(attempt(_turns("system", "user", "assistant"), {})),
         alternates_roles=takes_user and attempt(_turns("user", "user"), {}) is None,
+        blank=next((text for text in _BLANKS if attempt(_with_answer(text), {}) is not None), ""),
         reasoning_keys=detect_reasoning_keys(source),
     )
     traits = _with_call_traits(traits, lambda messages: attempt(messages, {"tools": _TOOLS}) or "")
@@ -109,22 +136,61 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
             continue
         wants_text = not mapping or (repr(_MAPPINGS[0]) in mapping and _TEXTS[0] in text)
         arguments = _TEXTS if wants_text else _MAPPINGS
+        turns = _calls(ids, arguments[:1])
+        question, call, result = turns
+        parts_calls = not _shows(attempt([question, {**call, "content": _SAID}, result]), _SAID, _VALUES[0])
+        parted = _parted(turns, traits.reasoning_keys)
+        loses_system = traits.takes_system and _loses_note(attempt([*_turns("system"), *turns]) or None)
         return replace(
             traits,
+            system_needs_question=traits.system_needs_question or loses_system,
             shows_results=_RESULT in mapping + text,
             arguments="text" if wants_text else "mapping",
             takes_broken_arguments=_BROKEN in attempt(_calls(ids, (_BROKEN,))),
             takes_several_calls=_VALUES[1] in attempt(_calls(ids, arguments)),
             takes_thoughts=bool(attempt(_calls(ids, arguments[:1], traits.reasoning_keys))),
+            counts_calls=bool(attempt([question, call, question])),
+            parts_calls=parts_calls and all(_shows(attempt(each), _SAID, _VALUES[0]) for each in parted),
+            parts_thoughts=_shows(attempt(parted[0]), _THOUGHT),
             ids=form,
+            takes_brief_ids=bool(attempt(_calls(_BRIEF_IDS, arguments[:1]))),
             # Once for the call and once for its result.
             shows_ids=(mapping or text).count(ids[0]) > 1,
         )
     return replace(traits, shows_calls=False, shows_results=shows_lone_results)
 
 
+def _loses_note(rendered: str | None) -> bool:
+    """Whether a conversation that begins with a system message was rendered without it."""
+    return rendered is not None and _NOTES[0] not in rendered
+
+
+def _shows_systems(attempt: Attempt, *roles: str) -> bool:
+    return _shows(attempt(_turns(*roles), {}) or "", *_NOTES[: roles.count("system")])
+
+
+def _shows(rendered: str, *texts: str) -> bool:
+    return all(text in rendered for text in texts)
+
+
+def _parted(turns: Sequence[Fields], thoughts: Sequence[str]) -> list[list[Fields]]:
+    """A question, text, a call and its result; then with an answer, too, and with one more question.
+
+    Some templates take two turns of the assistant in a row, but then refuse the answer.
+    """
+    question, *others = turns
+    said = {"role": "assistant", "content": _SAID, **dict.fromkeys(thoughts, _THOUGHT)}
+    parted = [question, said, *others]
+    return [parted, [*parted, *_turns("assistant")], [*parted, *_turns("assistant", "user")]]
+
+
 def _turns(*roles: str) -> list[Fields]:
-    return [{"role": role, "content": _NOTE if role == "system" else "?"} for role in roles]
+    notes = iter(_NOTES)
+    return [{"role": role, "content": next(notes) if role == "system" else "?"} for role in roles]
+
+
+def _with_answer(text: str) -> list[Fields]:
+    return [*_turns("user"), {"role": "assistant", "content": text}, *_turns("user")]
 
 
 def _calls(ids: Sequence[str], arguments: Sequence[Any], thoughts: Sequence[str] = ()) -> list[Fields]:

@@ -18,7 +18,6 @@ from typing import Any
 from headrace.errors import InvalidRequest
 from headrace.text.template_probe import TemplateTraits
 from headrace.text.written_numbers import parse_written
-from headrace.tool_calls.calls import IdForm
 from headrace.tool_calls.syntaxes import CallSyntax
 from headrace.types.chat import ChatMessage, TextPart, ToolCall
 
@@ -33,7 +32,7 @@ _ALPHANUMERICS = string.digits + string.ascii_letters
 
 def fit_tool_turns(messages: tuple[ChatMessage, ...], traits: TemplateTraits) -> tuple[ChatMessage, ...]:
     """The conversation with its calls and results as the template accepts them. Every content is one text or empty."""
-    fitted = _with_ids(matched_results(messages, traits), traits.ids)
+    fitted = _with_ids(matched_results(messages, traits), traits)
     if not traits.takes_thoughts:
         fitted = tuple(_with_thoughts_joined(message) for message in fitted)
     if not traits.shows_calls:
@@ -89,9 +88,10 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def _with_ids(messages: tuple[ChatMessage, ...], form: IdForm) -> tuple[ChatMessage, ...]:
+def _with_ids(messages: tuple[ChatMessage, ...], traits: TemplateTraits) -> tuple[ChatMessage, ...]:
+    form = traits.ids
     if form == "any":
-        return messages
+        return messages if traits.takes_brief_ids else tuple(map(_without_brief_ids, messages))
     new_ids: dict[str, str] = {}
     count = 0
     changed = []
@@ -106,6 +106,16 @@ def _with_ids(messages: tuple[ChatMessage, ...], form: IdForm) -> tuple[ChatMess
             result_id = new_ids.get(result_id) or (_short_id(result_id) if form == "short" else result_id)
         changed.append(replace(message, tool_calls=tuple(calls), tool_call_id=result_id))
     return tuple(changed)
+
+
+def _without_brief_ids(message: ChatMessage) -> ChatMessage:
+    calls = tuple(replace(call, id=_no_brief_id(call.id)) for call in message.tool_calls)
+    result_id = message.tool_call_id
+    return replace(message, tool_calls=calls, tool_call_id=None if result_id is None else _no_brief_id(result_id))
+
+
+def _no_brief_id(call_id: str) -> str:
+    return call_id if len(call_id) >= _SHORT_LENGTH else _short_id(call_id)
 
 
 def _counted_id(call: ToolCall, count: int) -> str:
