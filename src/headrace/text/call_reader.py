@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from headrace.text.emitter import Emitter
@@ -12,6 +13,12 @@ MAX_HELD = 512
 """Characters held back until a construct is known to be a call; then of each further call in it.
 
 Nothing is held back under a grammar.
+"""
+
+MAX_RETRIES = 32
+"""Start markers, the last ones, from which calls are searched for again in thinking that a failed search has read.
+
+Without a limit a long text of start markers would take quadratic time.
 """
 
 
@@ -32,6 +39,7 @@ class CallReader:
         self._reader = reader
         self._emitter = emitter
         self._emitted_end = 0
+        self._any_start = re.compile("|".join(map(re.escape, sorted(parser.start_markers, key=len, reverse=True))))
 
     def read(self, start_marker: str) -> Reading[None]:
         """Read a construct that begins with a start marker here, as calls or as text."""
@@ -73,12 +81,23 @@ class CallReader:
                 if (yield from reader.take_any(self._parser.start_markers)) is None:
                     raise NotACall
                 reader.pos = saved
-        except NotACall:
-            reader.pos, reader.settled = mention, None
+        except NotACall as problem:
+            num_read = len(reader.text) if isinstance(problem, OutOfText) else reader.pos
+            reader.pos, reader.settled = self._next_search(mention, num_read), None
             return False
         for call in sink.calls:
             self._emitter.call(call)
         return True
+
+    def _next_search(self, mention: int, end: int) -> int:
+        """Index from which on calls are searched for after a mention, in a text of which all up to `end` has been read.
+
+        White space before a start marker is left, because it may belong to it.
+        """
+        starts = [match.start() for match in self._any_start.finditer(self._reader.text, mention, max(mention, end))]
+        if len(starts) <= MAX_RETRIES:
+            return mention
+        return max(mention, len(self._reader.text[: starts[-MAX_RETRIES]].rstrip(SPACE)))
 
     def _run(self, sink: CallSink) -> Reading[None]:
         reader, done = self._reader, sink.done
