@@ -129,6 +129,20 @@ def test_arguments_that_were_cut_off_before_they_began_are_not_none(name: str) -
     assert every_way(cut, ENCODERS[name][0], is_cut=True).calls == ()
 
 
+@pytest.mark.parametrize("end", ["<|tool_call_section_end|>", "<|tool_calls_section_end|>", ""])
+def test_kimis_section_may_be_spelled_in_the_singular(end: str) -> None:
+    """vLLM's parser of Kimi K2 accepts both spellings, each with either end."""
+    plural = ENCODERS["kimi_k2"][1]([KEEP, NOW]).removesuffix("<|tool_calls_section_end|>")
+    text = plural.replace("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>") + end
+    got = every_way(f"So:\n{text}", "kimi_k2")
+    assert (calls_of(got), got.content, got.is_broken) == ([KEEP, NOW], "So:", False)
+    without_arguments = (
+        f"<|tool_call_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{end}"
+    )
+    got = every_way(without_arguments, "kimi_k2")
+    assert (calls_of(got), got.content, got.is_broken) == ([NOW], "", False)
+
+
 # Undeclared names
 
 OWN_WRAPPERS = frozenset(

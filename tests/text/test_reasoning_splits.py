@@ -6,6 +6,7 @@ reasoning.strip('\\n') + '\\n</think>\\n\\n'): these belong to the markers, ever
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -16,11 +17,15 @@ from text.transcripts import FAMILIES, Got, parse
 
 from headrace.families.family import ModelFamily
 from headrace.families.registry import find_family
+from headrace.tool_calls.calls import CallParser, CallSink
+from headrace.tool_calls.reader import Reader, Reading
 from headrace.types.chat import ToolDefinition
 
 TOOLS = (
     ToolDefinition("now", None, {"type": "object", "properties": {}}),
-    ToolDefinition("store", None, {"type": "object", "properties": {"text": {"type": "string"}}}),
+    ToolDefinition(
+        "store", None, {"type": "object", "properties": {"text": {"type": "string"}, "count": {"type": "integer"}}}
+    ),
 )
 NOW: Call = ("now", {})
 STORE: Call = ("store", {"text": "some\nwords"})
@@ -95,3 +100,77 @@ def test_calls_that_end_thinking_are_calls_only_if_all_of_them_are_declared(name
             got = thought(pieces, family)
             assert [call for call, _ in got.calls] == names
             assert got.reasoning == ("hm" if names else f"hm\n{text}\n")
+
+
+# Thinking that mentions many calls
+
+BEGINNINGS = {
+    "deepseek-v3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="store">\n'
+    '<｜DSML｜parameter name="@" string="true">',
+    "glm4.6": "<tool_call>store\n<arg_key>@</arg_key>\n<arg_value>",
+    "hy3": "<tool_calls:opensource>\n<tool_call:opensource>store<tool_sep:opensource>\n<arg_key:opensource>@"
+    "</arg_key:opensource>\n<arg_value:opensource>",
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="store">\n<parameter name="@">',
+    "qwen3.5": "<tool_call>\n<function=store>\n<parameter=@>\n",
+    "seed-oss": "<seed:tool_call>\n<function=store>\n<parameter=@>",
+}
+"""Calls up to their first value."""
+MOST_READINGS = 50
+
+
+def counted(text: str, family: ModelFamily, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Got]:
+    """How often a call was read, complete or not, and what the text came to."""
+    assert family.call_syntax is not None
+    parser_type = type(family.call_syntax.parser)
+    read = parser_type.read
+    readings: list[int] = []
+
+    def read_and_count(self: CallParser, reader: Reader, sink: CallSink) -> Reading[None]:
+        readings.append(reader.pos)
+        yield from read(self, reader, sink)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parser_type, "read", read_and_count)
+        got = thought([text], family)
+    return len(readings), got
+
+
+@pytest.mark.parametrize("name", sorted(BEGINNINGS))
+def test_of_many_beginnings_of_calls_in_thinking_only_the_last_are_read_to_the_end(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reading goes over all that follows, so there must not be one for each beginning."""
+    family = find_family(*FAMILIES[name])
+    for number in (100, 400):
+        beginnings = (BEGINNINGS[name].replace("@", "text") + "words\n") * number
+        num_readings, got = counted(beginnings, family, monkeypatch)
+        assert num_readings < MOST_READINGS
+        assert (got.reasoning, got.content, got.calls) == (beginnings, "", ())
+
+
+@pytest.mark.parametrize("name", sorted(BEGINNINGS))
+def test_a_call_in_thinking_that_breaks_late_is_not_searched_for_others_from_each_of_its_beginnings(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first value is complete and fits no schema, after a reading of everything in it."""
+    family = find_family(*FAMILIES[name])
+    whole = ENCODERS[ENCODER_OF.get(name, family.tool_format or "")][1]([("store", {"count": "many"})])
+    ends = whole[whole.index("many") :]
+    for number in (100, 400):
+        text = BEGINNINGS[name].replace("@", "count") * number + ends * number
+        num_readings, got = counted(text, family, monkeypatch)
+        assert num_readings < MOST_READINGS
+        assert (got.reasoning, got.content, got.calls) == (text, "", ())
+
+
+@pytest.mark.parametrize("name", sorted(BEGINNINGS))
+def test_a_call_that_ends_thinking_is_found_behind_many_beginnings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = find_family(*FAMILIES[name])
+    call = ENCODERS[ENCODER_OF.get(name, family.tool_format or "")][1]([STORE])
+    beginnings = BEGINNINGS[name].replace("@", "count") * 200
+    for text in (f"{beginnings}\n{call}", f"{beginnings}\n{call}\n"):
+        num_readings, got = counted(text, family, monkeypatch)
+        assert num_readings < MOST_READINGS
+        assert (got.reasoning.rstrip(), got.content) == (beginnings.rstrip(), "")
+        assert [(tool, json.loads(arguments)) for tool, arguments in got.calls] == [STORE]
+        assert thought(list(text), family).told == got.told

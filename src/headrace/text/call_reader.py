@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from headrace.text.emitter import Emitter
 from headrace.tool_calls.calls import CallFault, CallParser, CallSink, Tools
+from headrace.tool_calls.fences import MAX_QUOTE
 from headrace.tool_calls.reader import SPACE, NotACall, OutOfText, Reader, Reading
 
 MAX_HELD = 512
@@ -13,6 +15,20 @@ MAX_HELD = 512
 
 Nothing is held back under a grammar.
 """
+
+MAX_RETRIES = 32
+"""Start markers, the last ones, from which calls are searched for again in thinking that a failed search has read.
+
+Without a limit a long text of start markers would take quadratic time.
+"""
+
+
+class _TooLong(NotACall):
+    """A construct reaches a limit. num_read: characters of the text up to there."""
+
+    def __init__(self, num_read: int) -> None:
+        super().__init__()
+        self.num_read = num_read
 
 
 class CallReader:
@@ -32,6 +48,7 @@ class CallReader:
         self._reader = reader
         self._emitter = emitter
         self._emitted_end = 0
+        self._any_start = re.compile("|".join(map(re.escape, sorted(parser.start_markers, key=len, reverse=True))))
 
     def read(self, start_marker: str) -> Reading[None]:
         """Read a construct that begins with a start marker here, as calls or as text."""
@@ -52,33 +69,62 @@ class CallReader:
         reader.settled = None
         reader.set_limit(None)
 
-    def read_in_thinking(self, start_marker: str, end_markers: tuple[str, ...]) -> Reading[bool]:
-        """Read possible calls at the end of thinking that never closes. Returns whether they were calls.
+    def read_at_end(self, start_marker: str, end_markers: tuple[str, ...], *, in_fence: bool = False) -> Reading[bool]:
+        """Read possible calls at the end of thinking, or of a code fence, that never closes.
 
-        Otherwise it was a mention, and the reader is after it but before following white space, however far it had
-        to read.
+        Returns whether they were calls. Otherwise it was a mention, and the reader is after it but before following
+        white space, however far it had to read. In a fence, calls are limited to MAX_QUOTE characters, and an output
+        that was cut off may have gone on.
         """
         reader, start = self._reader, self._reader.pos
-        mention = start + len(start_marker)
         sink = CallSink(self._tools, reader)
         try:
-            while True:
-                yield from self._run_in_thinking(sink, start, end_markers)
-                mention = max(mention, len(reader.text[: sink.done].rstrip(SPACE)))
-                if sink.has_undeclared:
-                    raise NotACall
-                if not (yield from reader.skip_space()):
-                    break
-                saved = reader.pos
-                if (yield from reader.take_any(self._parser.start_markers)) is None:
-                    raise NotACall
-                reader.pos = saved
+            is_last = yield from self._run_ahead(sink, end_markers, MAX_QUOTE if in_fence else None)
+        except _TooLong as problem:
+            is_last, num_read = False, problem.num_read
+        except OutOfText:
+            is_last, num_read = False, len(reader.text)
         except NotACall:
-            reader.pos, reader.settled = mention, None
-            return False
-        for call in sink.calls:
-            self._emitter.call(call)
-        return True
+            is_last, num_read = False, reader.pos
+        else:
+            num_read = reader.pos
+        if is_last and not sink.has_undeclared and not (in_fence and reader.is_cut):
+            for call in sink.calls:
+                self._emitter.call(call)
+            return True
+        mention = max(start + len(start_marker), len(reader.text[: sink.done].rstrip(SPACE)))
+        reader.pos, reader.settled = self._next_search(mention, num_read), None
+        return False
+
+    def find_end(self) -> Reading[int | None]:
+        """Index behind the calls that begin here, none of which is passed on; this index if none does.
+
+        A call longer than MAX_QUOTE characters ends there. None if it would be long only because its value has no end
+        marker: such a value may hold any prose.
+        """
+        reader, start = self._reader, self._reader.pos
+        sink = CallSink(self._tools, reader)
+        end: int | None = None
+        try:
+            yield from self._run_ahead(sink, (), MAX_QUOTE)
+        except _TooLong as problem:
+            end = None if reader.settled is not None else problem.num_read
+        except NotACall:
+            end = sink.done
+        else:
+            end = sink.done
+        reader.pos, reader.settled = start, None
+        return end
+
+    def _next_search(self, mention: int, end: int) -> int:
+        """Index from which on calls are searched for after a mention, in a text of which all up to `end` has been read.
+
+        White space before a start marker is left, because it may belong to it.
+        """
+        starts = [match.start() for match in self._any_start.finditer(self._reader.text, mention, max(mention, end))]
+        if len(starts) <= MAX_RETRIES:
+            return mention
+        return max(mention, len(self._reader.text[: starts[-MAX_RETRIES]].rstrip(SPACE)))
 
     def _run(self, sink: CallSink) -> Reading[None]:
         reader, done = self._reader, sink.done
@@ -120,20 +166,44 @@ class CallReader:
         if self._tools.guarantees is None:
             self._reader.set_limit(start + MAX_HELD)
 
-    def _run_in_thinking(self, sink: CallSink, start: int, end_markers: tuple[str, ...]) -> Reading[None]:
-        """Run the parser while thinking is not closed. Raises NotACall."""
+    def _run_ahead(self, sink: CallSink, end_markers: tuple[str, ...], max_length: int | None) -> Reading[bool]:
+        """Read constructs while one follows another and all are of declared tools. Returns whether the text ends there.
+
+        Raises NotACall, also at an end marker, and where a construct is longer than max_length characters.
+        """
+        reader, start = self._reader, self._reader.pos
+        while True:
+            if max_length is not None:
+                reader.set_limit(reader.pos + max_length)
+            try:
+                yield from self._run_before(end_markers, start, sink)
+            finally:
+                reader.set_limit(None)
+            if not (yield from reader.skip_space()):
+                return True
+            if sink.has_undeclared:
+                return False
+            saved = reader.pos
+            if (yield from reader.take_any(self._parser.start_markers)) is None:
+                return False
+            reader.pos = saved
+
+    def _run_before(self, end_markers: tuple[str, ...], start: int, sink: CallSink) -> Reading[None]:
+        """Run the parser while no end marker follows `start`. Raises NotACall."""
         reader, done = self._reader, sink.done
         parsing = self._parser.read(reader, sink)
         searched = start
         while True:
             if any(reader.text.find(end_marker, searched) >= 0 for end_marker in end_markers):
                 raise NotACall
-            searched = max(start, len(reader.text) - max(map(len, end_markers)))
+            searched = max(start, len(reader.text) - max(map(len, end_markers), default=0))
             try:
                 next(parsing)
             except StopIteration:
                 return
             if sink.done == done:
+                if reader.is_at_limit:
+                    raise _TooLong(len(reader.text))
                 yield
             done = sink.done
 

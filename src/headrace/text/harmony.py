@@ -14,7 +14,7 @@ import re
 
 from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
-from headrace.tool_calls.fences import LineTracker, closes_quote
+from headrace.tool_calls.fences import LineTracker, closes_fence, closing_ticks
 from headrace.tool_calls.marked_calls import END_MARKERS, MAX_HEADER, MESSAGE, recipient_of
 from headrace.tool_calls.reader import NotACall, Reader, Reading, first_of, overlap
 
@@ -23,6 +23,7 @@ _CHANNEL = "<|channel|>"
 _ROLE = re.compile(r"assistant\s*")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _ENDS = (*END_MARKERS, _START)
+_NEXT_MESSAGE = re.compile(r"<\|(?:end|call|return)\|>\s*<\|start\|>assistant[^`\n]*<\|message\|>")
 
 
 class HarmonyOutput:
@@ -46,6 +47,7 @@ class HarmonyOutput:
 
     def _message(self) -> Reading[None]:
         reader = self._reader
+        self._lines = LineTracker()  # no quote goes on in another message
         header = yield from self._header()
         self._is_thinking = False
         if header is not None and recipient_of(header) is not None:
@@ -59,7 +61,6 @@ class HarmonyOutput:
             self._is_thinking = channel is not None and channel[1] == "analysis"
             reader.pos += len(header)
             self._emitter.end_text()
-            self._lines = LineTracker()
         if not self._emitter.stopped:
             yield from self._body()
 
@@ -104,7 +105,7 @@ class HarmonyOutput:
                 continue
             self._emit_until(at)
             reader.pos = at + len(end)
-            if not self._is_thinking and (yield from self._is_quoted()):
+            if not self._is_thinking and (yield from self._is_quoted(at)):
                 self._emit_answer(end)
                 continue
             if end == _START:
@@ -116,8 +117,12 @@ class HarmonyOutput:
                 reader.pos = at
             return
 
-    def _is_quoted(self) -> Reading[bool]:
-        return self._lines.is_fenced or (yield from closes_quote(self._reader, self._lines.open_ticks))
+    def _is_quoted(self, at: int) -> Reading[bool]:
+        """Whether the marker at an index, behind which the reader is, belongs to the text."""
+        if self._lines.fence:
+            return (yield from closes_fence(self._reader, self._lines.fence))
+        closing = yield from closing_ticks(self._reader, self._lines.open_ticks)
+        return closing is not None and _NEXT_MESSAGE.search(self._reader.text, at, closing) is None
 
     def _emit_until(self, end: int) -> None:
         text, self._reader.pos = self._reader.text[self._reader.pos : end], max(end, self._reader.pos)

@@ -5,8 +5,9 @@ it; these belong to the markers and are dropped with them: one newline after a s
 before an end marker, two after it, and one before a start marker that begins the output. White space next to a call
 belongs to the call. All other white space is text.
 
-Which markers count. None in a code fence or in backticks. A start marker of thinking counts at the start of an answer,
-where thinking begins at once; later only if the block is closed, so what follows it is held back until that is known
+Which markers count. None in a code fence or in backticks; the backticks in a call's arguments end no quote, and a fence
+that never closes quotes no calls at its end. A start marker of thinking counts at the start of an answer, where
+thinking begins at once; later only if the block is closed, so what follows it is held back until that is known
 (or for MAX_BLOCK characters, after which one that begins a line counts). Thinking that never closes stays thinking,
 unless it ends with calls and nothing after them: those are calls. An end marker with nothing before it is dropped.
 
@@ -23,7 +24,7 @@ from collections.abc import Iterable
 from headrace.families.family import ModelFamily
 from headrace.text.call_reader import CallReader
 from headrace.text.emitter import Emitter
-from headrace.tool_calls.fences import LineTracker, closes_quote
+from headrace.tool_calls.fences import LineTracker, closing_ticks
 from headrace.tool_calls.reader import Reader, Reading, first_of, overlap
 from headrace.types.request import OutputGuarantees
 
@@ -134,7 +135,7 @@ class PlainOutput:
         assert self._calls is not None
         start = self._reader.pos
         self._reader.pos += self._reader.text[start] == "\n" and not start_marker.startswith("\n")
-        if (yield from self._calls.read_in_thinking(start_marker, self._end_markers)):
+        if (yield from self._calls.read_at_end(start_marker, self._end_markers)):
             return
         end, self._reader.pos = self._reader.pos, start
         self._emit_thinking(end)
@@ -157,8 +158,12 @@ class PlainOutput:
         markers = self._markers_that_count()
         marker = yield from reader.take_any(markers)
         length, reader.pos = reader.pos, 0
-        if marker is None or (yield from self._is_quoted(length)):
-            self._consume(max(length, 1))
+        if marker is None:
+            self._consume(1)
+        elif self._respects_quotes and self._lines.fence and marker in self._call_starts:
+            yield from self._read_calls_in_fence(marker)
+        elif (yield from self._is_quoted(marker)):
+            self._consume(length)
         elif marker.removeprefix("\n") in self._blocks:
             yield from self._open_thinking(marker)
         elif marker in self._call_starts or marker in self._bare_starts:
@@ -188,15 +193,29 @@ class PlainOutput:
             start_markers += self._bare_starts
         return start_markers
 
-    def _is_quoted(self, length: int) -> Reading[bool]:
+    def _is_quoted(self, marker: str) -> Reading[bool]:
         if not self._respects_quotes:
             return False
-        if self._lines.is_fenced:
+        if self._lines.fence:
             return True
-        self._reader.pos = length
-        is_quoted = yield from closes_quote(self._reader, self._lines.open_ticks)
-        self._reader.pos = 0
-        return is_quoted
+        reader, ticks = self._reader, self._lines.open_ticks
+        reader.pos = 0
+        closing = yield from closing_ticks(reader, ticks)
+        if closing is not None and self._calls is not None and marker in (*self._call_starts, *self._bare_starts):
+            # Arguments may contain backticks, too.
+            calls_end = yield from self._calls.find_end()
+            if calls_end is not None:
+                closing = yield from closing_ticks(reader, ticks, calls_end)
+            elif "\n" in reader.text[:closing]:
+                closing = None
+        return closing is not None
+
+    def _read_calls_in_fence(self, start_marker: str) -> Reading[None]:
+        assert self._calls is not None
+        if (yield from self._calls.read_at_end(start_marker, (), in_fence=True)):
+            return
+        end, self._reader.pos = self._reader.pos, 0
+        self._consume(end)
 
     def _open_thinking(self, marker: str) -> Reading[None]:
         start_marker = marker.removeprefix("\n")

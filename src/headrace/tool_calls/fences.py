@@ -11,9 +11,10 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 # Enough of a line to detect a fence.
 _MAX_LINE = 256
 
-# How far to search for the end of inline code.
-_MAX_QUOTE = 2048
+MAX_QUOTE = 2048
+"""How far to search for the end of a quote."""
 
+_NEXT_FENCE = re.compile(r"\n {0,3}(`{3,}|~{3,})[ \t]*")
 _BREAK_OR_TICKS = re.compile(r"\n|`+")
 _BLANK_LINE_OR_TICKS = re.compile(r"\n[ \t]*\n|`+")
 
@@ -35,12 +36,13 @@ class LineTracker:
         return copy
 
     @property
-    def is_fenced(self) -> bool:
-        return bool(self._fence)
+    def may_be_quoted(self) -> bool:
+        return bool(self.fence or self.open_ticks)
 
     @property
-    def may_be_quoted(self) -> bool:
-        return self.is_fenced or bool(self.open_ticks)
+    def fence(self) -> str:
+        """What began the code fence; empty outside of one."""
+        return self._fence
 
     @property
     def begins_line(self) -> bool:
@@ -95,19 +97,35 @@ class LineTracker:
             self._fence = ""
 
 
-def closes_quote(reader: Reader, open_ticks: tuple[int, ...]) -> Reading[bool]:
-    """Whether a run of backticks of one of these lengths comes before the paragraph ends."""
+def closing_ticks(reader: Reader, open_ticks: tuple[int, ...], past: int = 0) -> Reading[int | None]:
+    """Index of a run of backticks of one of these lengths before the paragraph ends; None if there is none.
+
+    past: runs before this index don't count. The search is limited to MAX_QUOTE characters.
+    """
     search = reader.pos
     while open_ticks:
         match = _BLANK_LINE_OR_TICKS.search(reader.text, search)
         if match is not None and (match.end() < len(reader.text) or reader.ended):
-            if match[0][0] == "\n" or match.start() - reader.pos > _MAX_QUOTE:
-                return False
-            if len(match[0]) in open_ticks:
-                return True
+            if match[0][0] == "\n" or match.start() - reader.pos >= MAX_QUOTE:
+                return None
+            if len(match[0]) in open_ticks and match.start() >= past:
+                return match.start()
             search = match.end()
-        elif len(reader.text) - reader.pos > _MAX_QUOTE + _MAX_LINE or reader.ended:
-            return False
+        elif len(reader.text) - reader.pos > MAX_QUOTE + _MAX_LINE or reader.ended:
+            return None
         else:
             yield
-    return False
+    return None
+
+
+def closes_fence(reader: Reader, fence: str) -> Reading[bool]:
+    """Whether the next fence closes an open one. The search is limited to MAX_QUOTE characters."""
+    while True:
+        match = _NEXT_FENCE.search(reader.text, reader.pos)
+        if match is not None and match.start() - reader.pos > MAX_QUOTE:
+            return False
+        if match is not None and (match.end() < len(reader.text) or reader.ended):
+            return match[1].startswith(fence) and reader.text[match.end() : match.end() + 1] in ("", "\n", "<")
+        if reader.ended or len(reader.text) - reader.pos > MAX_QUOTE + _MAX_LINE:
+            return False
+        yield

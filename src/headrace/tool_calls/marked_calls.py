@@ -31,8 +31,11 @@ _KIND, _FENCES = "function", ("```json", "```")
 _DEEPSEEK_ENDS = (_DEEPSEEK_CALL[1], _DEEPSEEK_LIST[1], _DEEPSEEK_CALL[0])
 
 _KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+# Some outputs have the singular; vLLM's parser accepts both.
+_KIMI_OTHER_SECTION = ("<|tool_call_section_begin|>", "<|tool_call_section_end|>")
 _KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
 _KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_KIMI_ENDS = (_KIMI_CALL[1], _KIMI_SECTION[1], _KIMI_OTHER_SECTION[1], _KIMI_CALL[0])
 
 _MISTRAL_START = "[TOOL_CALLS]"
 _MISTRAL_ID = "[CALL_ID]"
@@ -49,13 +52,16 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class GroupedCalls(CallParser):
-    """Calls between two markers each, in a group between two others, of which all but a call's first may be missing."""
+    """Calls between two markers each, in a group between two others, of which all but a call's first may be missing.
 
-    group: tuple[str, str]
+    groups: spellings of the group's markers.
+    """
+
+    groups: tuple[tuple[str, str], ...]
     call: tuple[str, str]
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        yield from reader.take(self.group[0])
+        yield from reader.take_any([start for start, _ in self.groups])
         yield from reader.skip_space()
         yield from reader.expect(self.call[0])
         while True:
@@ -68,7 +74,7 @@ class GroupedCalls(CallParser):
                 return
             if not (yield from reader.take(self.call[0])):
                 break
-        if (yield from reader.close(self.group[1])):
+        if (yield from reader.close(*(end for _, end in self.groups))):
             sink.done = reader.pos
 
     @abstractmethod
@@ -79,7 +85,7 @@ class GroupedCalls(CallParser):
 class DeepSeekCalls(GroupedCalls):
     """DeepSeek V3, R1 (in a code fence) and V3.1, V3.2-Exp."""
 
-    group, call = _DEEPSEEK_LIST, _DEEPSEEK_CALL
+    groups, call = (_DEEPSEEK_LIST,), _DEEPSEEK_CALL
     start_markers = (_DEEPSEEK_LIST[0], _DEEPSEEK_CALL[0])
     markers = (*_DEEPSEEK_LIST, *_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR)
 
@@ -108,16 +114,16 @@ class KimiCalls(GroupedCalls):
     The marker of a call's arguments may be missing if there are none.
     """
 
-    group, call = _KIMI_SECTION, _KIMI_CALL
-    start_markers = (_KIMI_SECTION[0], _KIMI_CALL[0])
-    markers = (*_KIMI_SECTION, *_KIMI_CALL, _KIMI_ARGUMENTS)
+    groups, call = (_KIMI_SECTION, _KIMI_OTHER_SECTION), _KIMI_CALL
+    start_markers = (_KIMI_SECTION[0], _KIMI_OTHER_SECTION[0], _KIMI_CALL[0])
+    markers = (*_KIMI_SECTION, *_KIMI_OTHER_SECTION, *_KIMI_CALL, _KIMI_ARGUMENTS)
 
     def _read_call(self, reader: Reader, sink: CallSink) -> Reading[None]:
         end = yield from reader.find((_KIMI_ARGUMENTS, _KIMI_CALL[1]), MAX_NAME)
         written, reader.pos = reader.text[reader.pos : end].strip(), end
         schema = sink.begin(_kimi_name(written, sink), written)
         yield from reader.take(_KIMI_ARGUMENTS)
-        yield from read_arguments(reader, schema, sink.write, (_KIMI_CALL[1], _KIMI_SECTION[1], _KIMI_CALL[0]))
+        yield from read_arguments(reader, schema, sink.write, _KIMI_ENDS)
 
 
 def _kimi_name(written: str, sink: CallSink) -> str:

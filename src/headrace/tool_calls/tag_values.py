@@ -6,6 +6,11 @@ A whole call quoted in a value is balanced out. Where a full closing sequence is
 the next such sequence decides, if there is one before another call, the end, or MAX_DOUBT characters. Undecided text is
 held back, everything else of a value is passed on at once.
 
+Models forget end markers. A line that begins with the start of a parameter that the tool declares and that has not been
+given ends the value, unless the next end marker fits in no other way than as that parameter's, quoted: then, or if it
+precedes that very parameter, the value goes on. The end markers of the call end a value, too, if the next call or
+nothing follows; if prose does, only where no other end comes.
+
 Under a grammar the first end marker ends the value, because that is where the grammar ends it.
 """
 
@@ -14,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.tool_calls.forms import TagSyntax
 from headrace.tool_calls.literals import Write, convert, escaped
@@ -138,116 +143,191 @@ class TextValue:
 
 
 @dataclass(frozen=True, slots=True)
-class _Doubt:
-    """The value may have ended at index `at`. is_quoted: it has only if no other end comes."""
+class _End:
+    """The value may end at index `at`, what follows its end marker begins at `behind`.
+
+    is_weak: it ends there only if no other end comes.
+    """
 
     at: int
-    is_quoted: bool
+    behind: int
+    is_weak: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Unclosed:
+    """A parameter begins although the value has no end marker."""
+
+    end: _End
+    key: str
 
 
 class ValueEnd:
     """Finds the end of one value.
 
     fits: whether a parameter of some name may come next; None under a grammar.
+    is_due: whether the tool declares a parameter of some name that has not been given.
     """
 
-    def __init__(self, cursor: TagCursor, fits: Callable[[str], bool] | None) -> None:
+    def __init__(self, cursor: TagCursor, fits: Callable[[str], bool] | None, is_due: Callable[[str], bool]) -> None:
+        syntax = cursor.syntax
         self._cursor = cursor
         self._reader = cursor.reader
-        self._syntax = cursor.syntax
+        self._syntax = syntax
         self._fits = fits
-        self._end_marker = cursor.syntax.value_close
-        self._tags = (self._end_marker,) if fits is None else (self._end_marker, cursor.syntax.call_open)
+        self._is_due = is_due
+        self._end_marker = syntax.value_close
+        self._next_key, self._call_close = f"\n{syntax.key_open}", f"\n{syntax.call_close}"
+        tags: tuple[str, ...] = (self._end_marker,)
+        if fits is not None:
+            tags += (syntax.call_open, self._next_key, self._call_close)
+        self._tags = tags
+        self._longest_tag = max(map(len, tags))
+        self._any_tag = re.compile("|".join(map(re.escape, tags)))
         self._passed_on = cursor.reader.pos
         self._depth = 0
-        self._doubt: _Doubt | None = None
+        self._calls_end = 0  # index behind the latest call, or end markers of one, that the value contains
+        self._doubt: _End | None = None
+        self._unclosed: _Unclosed | None = None
 
     def find(self, value: TextValue) -> Reading[None]:
-        """Read the value and its end marker. Raises OutOfText if it doesn't end."""
-        search = self._reader.settled = self._reader.pos
+        """Read the value and its end marker, if it has one. Raises OutOfText if it doesn't end."""
+        self._reader.settled = self._reader.pos
+        search = self._reader.pos - bool(self._syntax.frame)  # that newline may precede a tag
         while True:
-            at = yield from self._next_tag(search, value)
-            if at is None:  # the text ends, or the value was undecided for long enough
-                if self._doubt is None:
+            tag = yield from self._next_tag(search, value)
+            if tag is not None:
+                search = tag.start() + 1
+                end = yield from self._end_at(tag)
+            else:  # the text ends, or the value was undecided for long enough
+                end = self._end_without_tag()
+                if end is None and self._doubt is None:
                     self._pass_on(len(self._reader.text), value)
                     raise OutOfText
-                if not self._doubt.is_quoted or (len(self._reader.text) <= self._deadline and self._reader.ended):
-                    self._finish(self._doubt.at, value)
-                    return
                 self._doubt = None
-                continue
-            if self._fits is None:
-                self._finish(at, value)
-                return
-            is_end_marker = self._reader.text.startswith(self._end_marker, at)
-            end = yield from (self._end_marker_at(at) if is_end_marker else self._call_at(at))
             if end is not None:
-                self._finish(end, value)
+                self._pass_on(end.at, value)
+                self._reader.pos = end.behind
+                self._reader.settled = None
                 return
-            search = at + 1
 
-    @property
-    def _deadline(self) -> int:
-        assert self._doubt is not None
-        return self._doubt.at + MAX_DOUBT
-
-    def _next_tag(self, search: int, value: TextValue) -> Reading[int | None]:
-        """Index of the next end marker of a value or start marker of a call; None where the text or the limit ends."""
-        reader, tags = self._reader, self._tags
+    def _next_tag(self, search: int, value: TextValue) -> Reading[re.Match[str] | None]:
+        """The next tag that may mean something; None where the text or the limit ends."""
+        reader = self._reader
         while True:
-            found = [at for at in (reader.text.find(tag, search) for tag in tags) if at >= 0]
-            first = min(found, default=None)
-            if self._doubt is None:
-                num_open = max(overlap(reader.text, tag) for tag in tags) if first is None else 0
-                self._pass_on(len(reader.text) - num_open if first is None else first, value)
-            elif (first is None and len(reader.text) > self._deadline + max(map(len, tags))) or (
-                first is not None and first > self._deadline
-            ):
+            tag = self._any_tag.search(reader.text, search)
+            deadline = self._deadline
+            if deadline is None:
+                num_open = max(overlap(reader.text, tag) for tag in self._tags) if tag is None else 0
+                self._pass_on(len(reader.text) - num_open if tag is None else tag.start(), value)
+            elif len(reader.text) > deadline + self._longest_tag if tag is None else tag.start() > deadline:
                 return None
-            if first is not None or reader.ended:
-                return first
-            search = max(search, len(reader.text) - max(map(len, tags)) + 1)
+            if tag is not None or reader.ended:
+                return tag
+            search = max(search, len(reader.text) - self._longest_tag + 1)
             yield
 
-    def _call_at(self, at: int) -> Reading[int | None]:
+    @property
+    def _deadline(self) -> int | None:
+        """Index up to which text is held back; None if the value certainly goes on."""
+        if self._doubt is not None:
+            return self._doubt.at + MAX_DOUBT
+        return None if self._unclosed is None else self._unclosed.end.at + MAX_DOUBT
+
+    def _end_without_tag(self) -> _End | None:
+        doubt, deadline = self._doubt, self._deadline
+        if doubt is None:
+            return None if self._unclosed is None else self._unclosed.end
+        is_over = self._reader.ended and deadline is not None and len(self._reader.text) <= deadline
+        return doubt if is_over or not doubt.is_weak else None
+
+    def _end_at(self, tag: re.Match[str]) -> Reading[_End | None]:
+        """The value's end if this tag makes it certain."""
+        at = tag.start()
+        if tag[0] == self._end_marker:
+            return (yield from self._end_marker_at(at))
+        if tag[0] == self._syntax.call_open:
+            return (yield from self._call_at(at))
+        if not self._depth and self._doubt is None and at + 1 >= self._calls_end:
+            if tag[0] == self._next_key:
+                yield from self._key_at(at + 1)
+            else:
+                return (yield from self._call_close_at(at + 1))
+        return None
+
+    def _call_at(self, at: int) -> Reading[_End | None]:
         """What the opening of a call means: the value's end if it is undecided, else one more to balance out."""
         self._reader.pos = at
         behind = yield from self._cursor.begins_call()
-        if behind is not None and self._doubt is not None and not self._doubt.is_quoted:
-            return self._doubt.at
-        self._depth += behind == self._syntax.key_open  # one without values has no end marker
+        if behind is not None and self._doubt is not None and not self._doubt.is_weak:
+            return self._doubt
+        if behind == self._syntax.key_open:
+            self._depth += 1
+        elif behind is not None:  # a call without values has no end marker of one
+            self._calls_end = self._reader.text.index(behind, at) + len(behind)
         return None
 
-    def _end_marker_at(self, at: int) -> Reading[int | None]:
-        """Index of the value's end if this end marker makes it certain."""
+    def _key_at(self, at: int) -> Reading[None]:
+        try:
+            key = yield from self._key_of_parameter_at(at)
+        except OutOfText:
+            return
+        if self._unclosed is None and key is not None and self._is_due(key):
+            self._unclosed = _Unclosed(self._end_before(at), key)
+
+    def _call_close_at(self, at: int) -> Reading[_End | None]:
+        self._reader.pos = at
+        is_closed, is_certain = yield from self._call_ends()
+        end = self._end_before(at) if self._unclosed is None else self._unclosed.end
+        if is_certain and not (self._reader.is_cut and not is_closed):
+            return end
+        if is_closed:
+            self._doubt = replace(end, is_weak=True)
+        return None
+
+    def _end_before(self, at: int) -> _End:
+        """An end without a marker, before a tag that begins a line."""
+        return _End(at if self._syntax.frame else at - 1, at)
+
+    def _end_marker_at(self, at: int) -> Reading[_End | None]:
+        """The value's end if this end marker makes it certain."""
         reader = self._reader
-        reader.pos = at + len(self._end_marker)
+        end = _End(at, at + len(self._end_marker))
+        if self._fits is None:
+            return end
         is_quoted = self._depth > 0
         try:
-            if not is_quoted and (yield from self._parameter_follows()):
-                return at
-            reader.pos = at + len(self._end_marker)
-            is_end, is_certain = yield from self._call_ends()
+            if not is_quoted:
+                key = yield from self._key_of_parameter_at(end.behind)
+                if key is not None and self._fits(key):
+                    return end if self._unclosed is None or self._unclosed.key == key else self._unclosed.end
+            reader.pos = end.behind
+            is_closed, is_certain = yield from self._call_ends()
         except OutOfText:
-            is_end = is_certain = True
+            is_closed = is_certain = True
         except NotACall:
+            if not is_quoted:
+                self._unclosed = None
             return None
         self._depth -= is_quoted
-        if is_end and is_certain and not is_quoted:
-            return at
-        if is_end:
-            self._doubt = _Doubt(at, is_quoted)
+        if self._unclosed is not None:
+            end = self._unclosed.end
+        if is_certain and not is_quoted:
+            return end
+        if is_closed or is_certain:
+            self._doubt = replace(end, is_weak=is_quoted)
         return None
 
-    def _parameter_follows(self) -> Reading[bool]:
+    def _key_of_parameter_at(self, at: int) -> Reading[str | None]:
+        """Raises OutOfText if the text ends there."""
+        self._reader.pos = at
         yield from self._reader.skip_space()
         try:
-            key = yield from self._cursor.open_parameter()
+            return (yield from self._cursor.open_parameter())
         except NotACall as problem:
             if isinstance(problem, OutOfText):
                 raise
-            return False
-        return key is not None and self._fits is not None and self._fits(key)
+            return None
 
     def _call_ends(self) -> Reading[tuple[bool, bool]]:
         """Whether all end markers of the call follow, and whether what follows them is conclusive.
@@ -257,13 +337,13 @@ class ValueEnd:
         reader, syntax = self._reader, self._syntax
         yield from reader.skip_space()
         yield from reader.expect(syntax.call_close)
+        self._calls_end = reader.pos
         is_closed = syntax.wrapper is None
         if syntax.wrapper is not None and (yield from reader.skip_space()):
             is_closed = yield from reader.take(syntax.wrapper[1])
         start_markers = (syntax.call_open, *(syntax.wrapper or ())[:1])
         is_last = not (yield from reader.skip_space())
-        is_certain = is_last or (yield from reader.take_any(start_markers)) is not None
-        return is_closed or is_certain, is_certain
+        return is_closed, is_last or (yield from reader.take_any(start_markers)) is not None
 
     def _pass_on(self, end: int, value: TextValue) -> None:
         text = self._reader.text
@@ -273,8 +353,3 @@ class ValueEnd:
         if end > self._passed_on:
             value.add(text[self._passed_on : end])
             self._passed_on = self._reader.settled = end
-
-    def _finish(self, at: int, value: TextValue) -> None:
-        self._pass_on(at, value)
-        self._reader.pos = at + len(self._end_marker)
-        self._reader.settled = None

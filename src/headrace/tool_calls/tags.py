@@ -148,17 +148,28 @@ class TagReader:
             if (yield from self._reader.skip_space()) and self._reader.text[self._reader.pos] in "[{":
                 yield from LiteralReader(self._reader, self._sink.write).value(schema)
                 yield from self._reader.skip_space()
-                yield from self._reader.expect(self._syntax.value_close)
+                yield from self._end_of_json()
                 return
             self._reader.pos = start
         if self._syntax.frame:
             yield from self._reader.take(self._syntax.frame)
         value = TextValue(schema, self._sink.write)
-        yield from ValueEnd(self._cursor, None if self._sink.is_constrained else self._fits).find(value)
+        yield from ValueEnd(self._cursor, None if self._sink.is_constrained else self._fits, self._is_due).find(value)
         if (violation := value.close()) is not None:
             if not self._sink.is_committed:
                 raise NotACall(violation, breaks_schema=True)
             self._sink.note_schema_violation(violation)
+
+    def _end_of_json(self) -> Reading[None]:
+        """Skip the end marker of a value whose end is known without it."""
+        start = self._reader.pos
+        if (yield from self._reader.take_any((self._syntax.key_open, self._syntax.call_close))) is None:
+            yield from self._reader.expect(self._syntax.value_close)
+        else:
+            self._reader.pos = start
+
+    def _is_due(self, key: str) -> bool:
+        return key not in self._given and self._schema.declares(key)
 
     def _fits(self, key: str) -> bool:
         return key not in self._given and self._schema.allows(key)
