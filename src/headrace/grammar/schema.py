@@ -231,7 +231,7 @@ def _with_closed_bounds(schema: Any) -> Any:
             index = bisect_right(opposite[sign], least)
             gap = opposite[sign][index] - least if index < len(opposite[sign]) else 1
             if gap < 1 and least >= 0 and least == int(least):
-                # Small beside the gap, and still there in the 15 digits that llguidance looks at.
+                # Small beside the gap, and still there in the 15 digits that llguidance reads.
                 least += 10.0 ** max(math.floor(math.log10(gap)) - 6, math.floor(math.log10(least or gap)) - 13)
                 changed[name] = sign * max(least, sign * changed.get(name, -math.inf * sign))
                 del changed[open_name]

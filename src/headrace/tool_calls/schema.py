@@ -65,7 +65,7 @@ def types_of_part(part: Mapping[str, Any]) -> frozenset[str]:
 
 
 def document_id(schema: Any) -> str:
-    """The address that a schema gives itself as a document of its own; empty if it gives none."""
+    """The address that a schema gives itself as a separate document; empty if it gives none."""
     own = schema.get("$id") if isinstance(schema, Mapping) else None
     return own.partition("#")[0] if isinstance(own, str) else ""
 

@@ -143,7 +143,7 @@ class TextValue:
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class _EndPlace:
     """The value may end at index `at`, what follows its end marker begins at `behind`.
 
     is_weak: it ends there only if no other end comes.
@@ -158,7 +158,7 @@ class _End:
 class _Unclosed:
     """A parameter begins although the value has no end marker."""
 
-    end: _End
+    end: _EndPlace
     key: str
 
 
@@ -187,7 +187,7 @@ class ValueEnd:
         self._passed_on = cursor.reader.pos
         self._depth = 0
         self._calls_end = 0  # index behind the latest call, or end markers of one, that the value contains
-        self._doubt: _End | None = None
+        self._doubt: _EndPlace | None = None
         self._unclosed: _Unclosed | None = None
 
     def find(self, value: TextValue) -> Reading[None]:
@@ -234,14 +234,14 @@ class ValueEnd:
             return self._doubt.at + MAX_DOUBT
         return None if self._unclosed is None else self._unclosed.end.at + MAX_DOUBT
 
-    def _end_without_tag(self) -> _End | None:
+    def _end_without_tag(self) -> _EndPlace | None:
         doubt, deadline = self._doubt, self._deadline
         if doubt is None:
             return None if self._unclosed is None else self._unclosed.end
         is_over = self._reader.ended and deadline is not None and len(self._reader.text) <= deadline
         return doubt if is_over or not doubt.is_weak else None
 
-    def _end_at(self, tag: re.Match[str]) -> Reading[_End | None]:
+    def _end_at(self, tag: re.Match[str]) -> Reading[_EndPlace | None]:
         """The value's end if this tag makes it certain."""
         at = tag.start()
         if tag[0] == self._end_marker:
@@ -255,7 +255,7 @@ class ValueEnd:
                 return (yield from self._call_close_at(at + 1))
         return None
 
-    def _call_at(self, at: int) -> Reading[_End | None]:
+    def _call_at(self, at: int) -> Reading[_EndPlace | None]:
         """What the opening of a call means: the value's end if it is undecided, else one more to balance out."""
         self._reader.pos = at
         behind = yield from self._cursor.begins_call()
@@ -275,7 +275,7 @@ class ValueEnd:
         if self._unclosed is None and key is not None and self._is_due(key):
             self._unclosed = _Unclosed(self._end_before(at), key)
 
-    def _call_close_at(self, at: int) -> Reading[_End | None]:
+    def _call_close_at(self, at: int) -> Reading[_EndPlace | None]:
         self._reader.pos = at
         is_closed, is_certain = yield from self._call_ends()
         end = self._end_before(at) if self._unclosed is None else self._unclosed.end
@@ -285,14 +285,14 @@ class ValueEnd:
             self._doubt = replace(end, is_weak=True)
         return None
 
-    def _end_before(self, at: int) -> _End:
+    def _end_before(self, at: int) -> _EndPlace:
         """An end without a marker, before a tag that begins a line."""
-        return _End(at if self._syntax.frame else at - 1, at)
+        return _EndPlace(at if self._syntax.frame else at - 1, at)
 
-    def _end_marker_at(self, at: int) -> Reading[_End | None]:
+    def _end_marker_at(self, at: int) -> Reading[_EndPlace | None]:
         """The value's end if this end marker makes it certain."""
         reader = self._reader
-        end = _End(at, at + len(self._end_marker))
+        end = _EndPlace(at, at + len(self._end_marker))
         if self._fits is None:
             return end
         is_quoted = self._depth > 0
