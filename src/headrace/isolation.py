@@ -43,7 +43,7 @@ def errors_as(
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign error's message, with the next one if it ends with a colon; without one its type."""
+    """The first line of a foreign error's message, with the next one if it ends with a colon, or the error's type."""
     line, _, rest = str(error).strip().partition("\n")
     if line.endswith(":"):
         line = f"{line} {rest.strip().partition(chr(10))[0]}".rstrip()

@@ -161,10 +161,9 @@ def test_a_server_that_lists_no_model_must_be_told_one(models: Any) -> None:
 
 
 @pytest.mark.parametrize("model", [None, "mine"])
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_server_that_wants_another_key_is_told_apart_from_one_without_models(status: int, model: str | None) -> None:
+def test_a_server_that_wants_another_key_is_told_apart_from_one_without_models(model: str | None) -> None:
     with (
-        running(FakeOpenAI(lambda body: [], models=JSONResponse({}, status))) as url,
+        running(FakeOpenAI(lambda body: [], models=JSONResponse({}, 401))) as url,
         pytest.raises(ConfigError, match="it: .* needs a key; --api-key KEY gives one"),
     ):
         prepare(url, model)

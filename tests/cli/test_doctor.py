@@ -51,7 +51,7 @@ def test_a_model_that_fits_has_a_context_and_room_for_requests() -> None:
     # 12 GB may be used, 5 are weights. A token takes 128 KiB; slots are powers of two: 32,768 tokens take 4.29 GB.
     assert list(fit(preview(5 * GB), GPU, 0.5, "auto").lines()) == [
         "fits: 5.00 GB of weights, 12.00 GB of memory may be used",
-        "context: 32768 tokens, the model's is 131072; up to 1 such requests at a time, 4.29 GB and more each",
+        "context: 32768 tokens, the model's is 131072; up to 1 such requests at a time, at least 4.29 GB each",
     ]
 
 
@@ -194,7 +194,7 @@ def test_a_busy_machine_is_told_how_to_share_its_cores(tmp_path: Path, monkeypat
         (device.num_cores, load): list(Resources(device, 9 * GB, 80 * GB, tmp_path, load).advice())
         for device, load in ((CPU, 30.0), (CPU, 8.0), (one_core, 30.0))
     }
-    assert "30 programs share 8 cores" in advice[8, 30.0][0]
+    assert "the load is 30 on 8 cores" in advice[8, 30.0][0]
     # One core has one thread anyway.
     assert advice[8, 8.0] == advice[1, 30.0] == []
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")

@@ -132,7 +132,7 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
     assert [config.model for config in asked] == ["some/where"]
     assert said[3:6] == [
         "fits: 4.00 GB of weights, 14.00 GB of memory may be used",
-        "context: 4096 tokens, the model's full context; up to 24 such requests at a time, 0.41 GB and more each",
+        "context: 4096 tokens, the model's full context; up to 24 such requests at a time, at least 0.41 GB each",
         "level of its layers",
     ]
     # What a session over the model has to say: the family, how it thinks, what its template takes.

@@ -168,7 +168,7 @@ def test_cores_that_other_programs_use_are_told_at_the_start(
     monkeypatch.setattr(serve.os, "getloadavg", lambda: (30.0, 0.0, 0.0))
     monkeypatch.setattr(serve, "serve", lambda *_: 0.0)
     serve.run(alone(Config(server=ServerConfig(port=0))), FakeProcess())
-    assert "slow: 30 programs share 8 cores" in capsys.readouterr().out
+    assert "slow: the load is 30 on 8 cores" in capsys.readouterr().out
 
 
 def test_the_engine_is_stopped_when_serving_fails(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

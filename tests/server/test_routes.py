@@ -332,6 +332,9 @@ def test_a_mistyped_path_is_answered_with_the_one_that_it_resembles() -> None:
     response = send("POST", "/v1/chat/completion", json=BODY)
     assert response.status_code == 404
     assert response.json()["error"]["message"].endswith("; did you mean /v1/chat/completions?")
+    for path in ("/x", "/v1/models/unknown/x"):
+        message = send("POST", path, json=BODY).json()["error"]["message"]
+        assert "did you mean /?" not in message and "{" not in message
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])

@@ -9,16 +9,15 @@ import jsonschema
 import pytest
 
 from headrace.tool_calls.literals import GEMMA, JSON, PYTHON, Spelling, convert, parsed_literal
-from headrace.tool_calls.schema import Schema
+from headrace.tool_calls.schema import References, Schema
 
 NULLABLE_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 POINT = {"$ref": "#/$defs/point"}
 
 
 def schema(part: Any) -> Schema:
-    return Schema(
-        part, {"$defs": {"point": {"type": "object", "properties": {"x": {"type": "string"}}}, "a/b": {"type": "null"}}}
-    )
+    point = {"type": "object", "properties": {"x": {"type": "string"}}}
+    return Schema(part, References({"$defs": {"point": point, "a/b": {"type": "null"}}}))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_references_of_every_form_lead_where_jsonschema_goes(reference: str, def
     root = {"$id": "https://example.org/tool", "type": "object", "$defs": definitions}
     checked = jsonschema.Draft202012Validator({"$id": root["$id"], "$ref": reference, "$defs": definitions})
     (expected,) = (value for value in ("12", 12) if checked.is_valid(value))
-    converted = convert("12", Schema({"$ref": reference}, root))
+    converted = convert("12", Schema({"$ref": reference}, References(root)))
     assert converted is not None
     assert json.loads(converted) == expected
 
@@ -112,7 +111,7 @@ def test_references_of_every_form_lead_where_jsonschema_goes(reference: str, def
 )
 def test_a_reference_that_leads_nowhere_allows_anything(reference: str) -> None:
     root = {"type": "object", "required": ["x"], "$defs": {"a": {"type": "null"}}, "a": [{"type": "null"}]}
-    assert Schema({"$ref": reference}, root).types is None
+    assert Schema({"$ref": reference}, References(root)).types is None
 
 
 def test_a_schema_is_searched_once_for_all_of_its_anchors() -> None:
@@ -126,7 +125,7 @@ def test_a_schema_is_searched_once_for_all_of_its_anchors() -> None:
     watched = Watched(type="null")
     definitions = {str(number): {"$anchor": f"a{number}", "type": ["string", "null"]} for number in range(100)}
     part = {"allOf": [{"$ref": f"#a{number}"} for number in range(100)]}
-    assert Schema(part, {"$defs": definitions, "properties": {"x": watched}}).types == {"string", "null"}
+    assert Schema(part, References({"$defs": definitions, "properties": {"x": watched}})).types == {"string", "null"}
     assert watched.num_walks == 1
 
 
@@ -223,12 +222,12 @@ def test_json_of_another_type_is_converted_where_nothing_is_lost(text: str, part
 
 def test_references_that_lead_in_a_circle_come_to_any_type() -> None:
     circle = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
-    assert Schema({"$ref": "#/$defs/a"}, circle).types is None
-    assert Schema({"$ref": "elsewhere.json"}, circle).types is None
+    assert Schema({"$ref": "#/$defs/a"}, References(circle)).types is None
+    assert Schema({"$ref": "elsewhere.json"}, References(circle)).types is None
     assert Schema(True).types is None
 
 
 def test_references_in_many_circles_are_each_followed_once() -> None:
     names = [f"#/$defs/{number}" for number in range(30)]
     circles = {"anyOf": [{"$ref": name} for name in names] + [{"type": ["string", "made up"]}]}
-    assert Schema(circles, {"$defs": {str(number): circles for number in range(30)}}).types == {"string"}
+    assert Schema(circles, References({"$defs": {str(number): circles for number in range(30)}})).types == {"string"}

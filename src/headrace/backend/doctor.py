@@ -40,10 +40,10 @@ def machine_report(numerics: str = "fast") -> list[str]:
 
 
 def busy_advice(num_cores: int, load: float) -> str | None:
-    """What to do on a CPU whose cores are shared; None if they are not. load: programs that want to run at a time."""
+    """What to do on a CPU whose cores are shared; None if they are not. load: threads that want to run at a time."""
     if num_cores == 1 or load <= 1.5 * num_cores or limits_blas_threads():
         return None
-    busy = f"{load:.0f} programs share {num_cores} cores"
+    busy = f"the load is {load:.0f} on {num_cores} cores"
     return f"{busy}, and threads of the BLAS wait for each other: OPENBLAS_NUM_THREADS=1 is faster then"
 
 

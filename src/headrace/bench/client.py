@@ -55,7 +55,7 @@ class BenchClient:
         try:
             response = await self._http.get("/v1/models")
             server = response.headers.get("server")
-            if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            if response.status_code == httpx.codes.UNAUTHORIZED:
                 given = "refuses the key" if "authorization" in self._http.headers else "needs a key"
                 raise ConfigError(f"{self.target.label}: {self.target.url} {given}; --api-key KEY gives one")
             self.model = self.model or str(response.json()["data"][0]["id"])

@@ -50,7 +50,7 @@ class RemoteChat:
             elif self._model not in data:
                 await self._refuse_unknown(self._model)
         except httpx.HTTPStatusError as error:
-            if error.response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            if error.response.status_code == httpx.codes.UNAUTHORIZED:
                 given = "refuses the key" if "authorization" in self._http.headers else "needs a key"
                 raise ConfigError(f"--url: {self._http.base_url} {given}; --url-key KEY gives one") from error
             if self._model is None:

@@ -56,7 +56,7 @@ class Fit:
             context = fitting_context(left, self.state_bytes, self.own_context)
             share = "the model's full context" if context == self.own_context else f"the model's is {self.own_context}"
             each = self.state_bytes(context)
-            requests = f"up to {left // each} such requests at a time, {gb(each)} and more each"
+            requests = f"up to {left // each} such requests at a time, at least {gb(each)} each"
             yield f"context: {context} tokens, {share}; {requests}"
         if self.missing_bytes:
             free = f"{gb(self.free_disk_bytes)} of disk are free in {constants.HF_HUB_CACHE}"

@@ -75,9 +75,11 @@ class ServerProbe:
             raise NoAnswer(f"nothing answers at {self.url} ({error})") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise OtherProgram(f"{self.url} is no server of models ({type(error).__name__})") from error
-        if response.status_code in (401, 403):
+        if response.status_code == httpx.codes.UNAUTHORIZED:
             problem = "needs a key" if self.key is None else "refuses the key"
             raise ConfigError(f"the server at {self.url} {problem}; --url-key KEY gives one")
+        if response.status_code == httpx.codes.FORBIDDEN:
+            raise ConfigError(f"the server at {self.url} refuses (403): {response.text[:200]}")
         if response.status_code == 503:
             return None
         try:

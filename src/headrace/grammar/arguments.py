@@ -12,7 +12,7 @@ from headrace.errors import InvalidRequest
 from headrace.grammar.alternatives import Alternative, Shape, alternatives, object_shapes
 from headrace.grammar.raw_text import RawText, has_brackets, raw_value, without_brackets
 from headrace.grammar.schema import check_schema, compiled_schema
-from headrace.tool_calls.schema import COMBINING, References, document_id
+from headrace.tool_calls.schema import COMBINING, MAPS, VALUES, References, document_id
 from headrace.types.chat import ToolDefinition
 
 _FIELD = "tools"
@@ -168,7 +168,7 @@ class Arguments:
                     # Its references are its own.
                     references.append(document_id(part))
                     return part
-                changed = {name: moved(each) for name, each in part.items()}
+                changed = {name: moved_keyword(name, each) for name, each in part.items()}
                 if isinstance(own_id := changed.get("$id"), str):
                     # Draft 7's spelling of an anchor, which a part without `$schema` can't have.
                     del changed["$id"]
@@ -178,6 +178,13 @@ class Arguments:
                     changed["$ref"] = self._moved_reference(target)
                 return changed
             return [moved(each) for each in part] if isinstance(part, list | tuple) else part
+
+        def moved_keyword(name: str, value: Any) -> Any:
+            if name in VALUES:
+                return value
+            if name in MAPS and isinstance(value, Mapping):
+                return {each: moved(part) for each, part in value.items()}
+            return moved(value)
 
         return moved(schema), references
 

@@ -1,10 +1,10 @@
-"""Patterns of JSON schemas, which are ECMAScript's, in the syntax of Rust's `regex`."""
+"""Patterns of JSON schemas, whose classes and escapes are ECMAScript's, in the syntax of Rust's `regex`."""
 
 from __future__ import annotations
 
 import re
 
-_ESCAPE = r"\\(?:u\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|c[A-Za-z]|.)"
+_ESCAPE = r"\\(?:u\{[^}]*\}|u[0-9a-fA-F]{4}|x\{[0-9a-fA-F]+\}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|c[A-Za-z]|.)"
 _PIECE = re.compile(rf"{_ESCAPE}|\[\^?|[^\\]", re.DOTALL)
 _ATOM = re.compile(rf"{_ESCAPE}|[^\\\]]", re.DOTALL)
 _SET_ESCAPE = re.compile(r"\\[dDwWsSpP]")

@@ -7,8 +7,8 @@ import math
 import re
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, lru_cache, partial
 from typing import Any
 from urllib.parse import quote
 
@@ -174,7 +174,11 @@ def _with_exact_numbers(schema: Any, param: str) -> Any:
         if isinstance(part, Mapping) and not _can_be_exact(part):
             fault = f"at {_pointer(path)}: a number has too many digits"
             raise InvalidRequest(f"the JSON schema can't be enforced: {fault}", param=param)
-    return _with_closed_bounds(_with_narrower_bounds(schema))
+    narrowed = _with_narrower_bounds(schema)
+    parts = [part for _, part in _parts(narrowed, ())]
+    # A bound beside a reference may meet any other: where it leads is not looked up.
+    is_joined = any(isinstance(part, Mapping) and "$ref" in part and _BOUNDS.keys() & part.keys() for part in parts)
+    return _with_closed_bounds(narrowed, everywhere=_others(parts) if is_joined else None)
 
 
 def _can_be_exact(part: Mapping[str, Any]) -> bool:
@@ -206,38 +210,56 @@ def _with_narrower_bounds(schema: Any) -> Any:
     return changed
 
 
-def _with_closed_bounds(schema: Any) -> Any:
+def _with_closed_bounds(schema: Any, others: _Others | None = None, everywhere: _Others | None = None) -> Any:
     """The schema without open bounds that llguidance lets through as if they were closed.
 
-    These are whole numbers with less than 1 to another bound away from 0, which may stand in another subschema.
+    These are whole numbers with less than 1 to another bound away from 0. others: bounds of the whole that this part is
+    combined in; None if it is combined with no other. everywhere: bounds that all parts may be combined with.
     """
-    bounds: dict[int, list[float]] = {1: [], -1: []}
-    for _, part in _parts(schema, ()):
-        for name, sign in _BOUNDS.items() if isinstance(part, Mapping) else ():
-            if isinstance(part.get(name), int | float):
-                bounds[sign].append(sign * part[name])
-    # With the sign of the other side, so that an open bound's nearest one follows it.
-    opposite = {sign: sorted(-each for each in bounds[-sign]) for sign in bounds}
+    if not isinstance(schema, Mapping):
+        return schema
+    others = everywhere or others or _others([schema])
+    combined = {name: schema[name] for name in _COMBINATORS if isinstance(schema.get(name), list | tuple)}
+    rest = {name: each for name, each in schema.items() if name not in combined}
+    changed = _with_subschemas_changed(rest, partial(_with_closed_bounds, everywhere=everywhere))
+    changed |= {
+        name: [_with_closed_bounds(each, others, everywhere) for each in parts] for name, parts in combined.items()
+    }
+    for open_name, name in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if not isinstance(changed.get(open_name), int | float):
+            continue
+        sign = _BOUNDS[name]
+        least = sign * changed[open_name]
+        index = bisect_right(others[sign], least)
+        gap = others[sign][index] - least if index < len(others[sign]) else 1
+        if gap < 1 and least >= 0 and least == int(least):
+            # Small beside the gap, and still there in the 15 digits that llguidance reads.
+            least += 10.0 ** max(math.floor(math.log10(gap)) - 6, math.floor(math.log10(least or gap)) - 13)
+            changed[name] = sign * max(least, sign * changed.get(name, -math.inf * sign))
+            del changed[open_name]
+    return changed
 
-    def closed(part: Any) -> Any:
+
+_Others = Mapping[int, list[float]]
+"""For lower bounds (1) the upper ones, for upper ones (-1) the lower ones, each with the sign of the former, sorted."""
+
+_COMBINATORS = ("allOf", "anyOf", "oneOf")
+
+
+def _others(parts: Iterable[Any]) -> _Others:
+    """Of parts and of what they combine."""
+    found: dict[int, list[float]] = {1: [], -1: []}
+    waiting = list(parts)
+    while waiting:
+        part = waiting.pop()
         if not isinstance(part, Mapping):
-            return part
-        changed = _with_subschemas_changed(part, closed)
-        for open_name, name in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-            if not isinstance(changed.get(open_name), int | float):
-                continue
-            sign = _BOUNDS[name]
-            least = sign * changed[open_name]
-            index = bisect_right(opposite[sign], least)
-            gap = opposite[sign][index] - least if index < len(opposite[sign]) else 1
-            if gap < 1 and least >= 0 and least == int(least):
-                # Small beside the gap, and still there in the 15 digits that llguidance reads.
-                least += 10.0 ** max(math.floor(math.log10(gap)) - 6, math.floor(math.log10(least or gap)) - 13)
-                changed[name] = sign * max(least, sign * changed.get(name, -math.inf * sign))
-                del changed[open_name]
-        return changed
-
-    return closed(schema)
+            continue
+        for name, sign in _BOUNDS.items():
+            if isinstance(part.get(name), int | float):
+                found[-sign].append(-sign * part[name])
+        for name in _COMBINATORS:
+            waiting += part[name] if isinstance(part.get(name), list | tuple) else ()
+    return {sign: sorted(bounds) for sign, bounds in found.items()}
 
 
 def _with_known_texts(schema: Any) -> Any:

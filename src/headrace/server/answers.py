@@ -125,7 +125,7 @@ class _Answer:
         return self.handover.foreign if self.handover is not None and self.is_handed_over else self.encoder
 
     def ping(self) -> bytes:
-        """A keep-alive. None has this answer's id as long as another server may answer under another one."""
+        """A keep-alive, without this answer's id while another server may answer."""
         return self.encoder.ping() if self.handover is None else self.handover.foreign.ping()
 
     async def aclose(self) -> None:

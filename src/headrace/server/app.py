@@ -146,7 +146,8 @@ def _translated(request: Request, error: HTTPException) -> HeadraceError:
         if (meant := _meant_path(request)) is not None:
             return NotFound(f"{unknown}; {meant} is probably meant: check the client's base URL")
         routes = [route.path for route in request.app.routes if isinstance(route, Route)]
-        return NotFound(with_suggestion(unknown, request.url.path, routes))
+        whole = [path for path in routes if "{" not in path and path != "/"]
+        return NotFound(with_suggestion(unknown, request.url.path, whole))
     if error.status_code == 405:
         return MethodNotAllowed(f"{request.url.path} does not take {request.method}")
     return InvalidRequest(error.detail)

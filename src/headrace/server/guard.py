@@ -232,7 +232,7 @@ def _refusal(scope: Scope, headers: Headers, error: HeadraceError) -> Response:
 
 
 def _key_error(headers: Headers) -> HeadraceError:
-    if not _bearer(headers.get("authorization", "Bearer KEY")):
+    if "authorization" in headers and not _bearer(headers["authorization"]):
         return AuthenticationFailed("the Authorization header must be `Bearer KEY`")
     if "authorization" in headers or "x-api-key" in headers:
         return AuthenticationFailed("the API key is wrong")

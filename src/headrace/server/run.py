@@ -113,6 +113,7 @@ def serve(models: Models, config: ServerConfig, listener: socket.socket, announc
     # Everything loaded so far stays. A full collection that searches it stops all threads for up to 0.3 s.
     gc.collect()
     gc.freeze()
+    signal.set_wakeup_fd(-1)  # from here on a signal lets requests finish
     server.watchdog = start_watchdog(config.drain_seconds + _END_S)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, server.handle_exit)

@@ -93,11 +93,8 @@ class ModelEntry:
 
     def forget_adapter(self, name: str) -> None:
         """Leave an adapter out of the next session; for a model that has none."""
-        self._adapters = {
-            each: folder
-            for each, folder in (self._adapters or dict.fromkeys(self.source.adapters)).items()
-            if each != name
-        }
+        known = dict.fromkeys(self.source.adapters) if self._adapters is None else self._adapters
+        self._adapters = {each: folder for each, folder in known.items() if each != name}
 
     async def set_session(self, session: AnySession) -> None:
         """Take a loaded session, and restore the adapters of the last one."""

@@ -87,16 +87,17 @@ class PoolingInputs:
             raise UnsupportedField("an embedding model takes no instruction", param="instruction")
         cut, places = request.options.truncation, dict[tuple[str, str], int]()
         inputs: list[TokenizedInput] = []
+        prompts = {kind: prompt_of(self._traits, None, kind) for kind in ("query", "document")}
+        prompt_ids = self._encoded(prompts["document"], request.document_field, is_cut=False)
 
         def place(text: str, kind: str, param: str) -> int:
             if (kind, text) not in places:
                 places[kind, text] = len(inputs)
                 most = request.max_document_tokens if kind == "document" else None
                 is_cut = cut is not None or most is not None
-                prompt = prompt_of(self._traits, None, kind)
-                token_ids = self._encoded(prompt + text, param, is_cut=is_cut)
+                token_ids = self._encoded(prompts[kind] + text, param, is_cut=is_cut)
                 if most is not None:  # of the document, without its prompt
-                    token_ids = token_ids[: common_length(token_ids, self._encoded(prompt, param, is_cut=False)) + most]
+                    token_ids = token_ids[: common_length(token_ids, prompt_ids) + most]
                 post_processor = self._tokenizer.post_processor
                 fitted = self._fitted(token_ids, cut, post_processor.num_added, param)
                 inputs.append(TokenizedInput(post_processor.single(fitted)))

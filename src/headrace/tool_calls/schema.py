@@ -16,7 +16,7 @@ COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 MAX_DEPTH = 16
 """Nesting of combinators and references, beyond which nothing is looked up."""
 
-_TYPES_OF_VALUES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+_TYPES_OFVALUES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 _FORMS: Mapping[str, type] = {
     **dict.fromkeys(("properties", "patternProperties"), Mapping),
@@ -26,8 +26,8 @@ _FORMS: Mapping[str, type] = {
 }
 
 # Keywords with subschemas by names of any kind, and those whose values are no subschemas.
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("const", "enum", "default", "examples")
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+VALUES = ("const", "enum", "default", "examples")
 
 # The type that a subschema without one is about: a value of another type would match, but is never meant.
 _HINTS: Mapping[str, frozenset[str]] = {
@@ -56,7 +56,7 @@ def types_of_part(part: Mapping[str, Any]) -> frozenset[str]:
     if named is not None:
         types = frozenset([named] if isinstance(named, str) else named)
     elif values is not None:
-        types = frozenset("null" if value is None else _TYPES_OF_VALUES.get(type(value), "string") for value in values)
+        types = frozenset("null" if value is None else _TYPES_OFVALUES.get(type(value), "string") for value in values)
     else:
         types = next((hinted for keyword, hinted in _HINTS.items() if keyword in part), ALL_TYPES)
     if "number" in types:
@@ -115,9 +115,9 @@ class References:
                 for anchor in _anchors(part):
                     found.setdefault(f"{address}#{anchor}", part)
                 for name, value in part.items():
-                    if name in _MAPS and isinstance(value, Mapping):
+                    if name in MAPS and isinstance(value, Mapping):
                         waiting += [(address, each) for each in value.values()]
-                    elif name not in _VALUES:
+                    elif name not in VALUES:
                         waiting.append((address, value))
         return found
 
@@ -138,14 +138,14 @@ def _anchors(part: Mapping[str, Any]) -> list[str]:
 
 
 class Schema:
-    """A subschema of a tool's arguments, as parsers use it. root: the whole, or its references.
+    """A subschema of a tool's arguments, as parsers use it. references: of the whole; None for
+    the whole itself.
 
     types: None for any; without `integer` where there is `number`.
     """
 
-    def __init__(self, part: Any, root: Any = None) -> None:
-        whole = part if root is None else root
-        self._references = whole if isinstance(whole, References) else References(whole)
+    def __init__(self, part: Any, references: References | None = None) -> None:
+        self._references = References(part) if references is None else references
         self._branches: list[Mapping[str, Any]] = []
         self._types_of_references: dict[str, frozenset[str] | None] = {}
         types = self._read(part, MAX_DEPTH)
