@@ -126,6 +126,7 @@ def program(model: str, seed: int, num_requests: int, kernels: str = "cpu") -> d
     return found
 
 
+@pytest.mark.slow
 def test_a_random_program_gives_the_answers_of_one_rank() -> None:
     found = program("miniature", 1, 8)
     assert found["num_compared"] > 4
