@@ -300,7 +300,7 @@ __device__ void delta_blocks(const int* plan, const int* stops, const T* q, cons
       __syncthreads();
     }
   };
-  // each warp has a loop of its own, so that the registers of the one's state are free for the other's work
+  // A loop for each task: the registers of the warps with states are free in the one that solves.
   if (warp == WARPS) {
     auto solve_block = [&](int number) { solve(memory.stages[number % 3], memory.solved[number % 2]); };
     go_through([&] { solve_block(0); }, [&](int number, int, int end, int next) {
