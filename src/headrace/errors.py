@@ -197,6 +197,12 @@ class HandoverBroken(HeadraceError):
 class ConfigError(HeadraceError):
     """A flag or an environment value is wrong; the message names it."""
 
+    @classmethod
+    def of_key(cls, url: str, flag: str, *, is_given: bool) -> ConfigError:
+        """For a server that has answered 401."""
+        given = "refuses this key" if is_given else "needs a key"
+        return cls(f"the server at {url} {given}: give it with {flag} KEY")
+
 
 class ModelError(HeadraceError):
     """A model can't be loaded; the message says what is missing."""

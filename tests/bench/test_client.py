@@ -164,7 +164,7 @@ def test_a_server_that_lists_no_model_must_be_told_one(models: Any) -> None:
 def test_a_server_that_wants_another_key_is_told_apart_from_one_without_models(model: str | None) -> None:
     with (
         running(FakeOpenAI(lambda body: [], models=JSONResponse({}, 401))) as url,
-        pytest.raises(ConfigError, match="it: .* needs a key; --api-key KEY gives one"),
+        pytest.raises(ConfigError, match="the server at .* needs a key: give it with --api-key KEY"),
     ):
         prepare(url, model)
 

@@ -148,7 +148,7 @@ def test_a_server_answers_like_a_model_of_this_process() -> None:
 def test_a_refusal_of_the_server_is_told_in_its_words() -> None:
     with pytest.raises(GenerationFailed, match="temperature"):
         remote(FakeEngine("a"), lines=("/set temperature 9",))
-    with pytest.raises(ConfigError, match="refuses the key; --url-key KEY gives one"):
+    with pytest.raises(ConfigError, match="refuses this key: give it with --url-key KEY"):
         remote(FakeEngine("a"), "wrong")
 
 

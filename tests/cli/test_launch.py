@@ -131,8 +131,8 @@ def test_a_server_that_answers_is_used_and_lives_on(launcher: Launcher, url: str
 
 def test_keys(launcher: Launcher) -> None:
     with served("right") as url:
-        assert "needs a key; --url-key KEY gives one" in refused(launcher, "--url", url)
-        assert "refuses the key; --url-key KEY gives one" in refused(launcher, "--url", url, "--url-key", "wrong")
+        assert "needs a key: give it with --url-key KEY" in refused(launcher, "--url", url)
+        assert "refuses this key: give it with --url-key KEY" in refused(launcher, "--url", url, "--url-key", "wrong")
         ended = launcher.run("claude", "--url", url, "--url-key", "right")
         assert json.loads(ended.stdout)["settings"]["env"]["ANTHROPIC_AUTH_TOKEN"] == "right"
         shown = launcher.run("codex", "--url", url, "--url-key", "right", "--print").stdout

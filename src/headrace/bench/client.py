@@ -56,8 +56,8 @@ class BenchClient:
             response = await self._http.get("/v1/models")
             server = response.headers.get("server")
             if response.status_code == httpx.codes.UNAUTHORIZED:
-                given = "refuses the key" if "authorization" in self._http.headers else "needs a key"
-                raise ConfigError(f"{self.target.label}: {self.target.url} {given}; --api-key KEY gives one")
+                given = "authorization" in self._http.headers
+                raise ConfigError.of_key(self.target.url, "--api-key", is_given=given)
             self.model = self.model or str(response.json()["data"][0]["id"])
         except httpx.ConnectError as error:
             raise ConfigError(

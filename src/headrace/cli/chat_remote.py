@@ -51,8 +51,8 @@ class RemoteChat:
                 await self._refuse_unknown(self._model)
         except httpx.HTTPStatusError as error:
             if error.response.status_code == httpx.codes.UNAUTHORIZED:
-                given = "refuses the key" if "authorization" in self._http.headers else "needs a key"
-                raise ConfigError(f"--url: {self._http.base_url} {given}; --url-key KEY gives one") from error
+                given = "authorization" in self._http.headers
+                raise ConfigError.of_key(str(self._http.base_url), "--url-key", is_given=given) from error
             if self._model is None:
                 raise ConfigError(f"--url: {_error_text(error.response.text)}") from error
         except httpx.HTTPError as error:

@@ -76,8 +76,7 @@ class ServerProbe:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise OtherProgram(f"{self.url} is no server of models ({type(error).__name__})") from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            problem = "needs a key" if self.key is None else "refuses the key"
-            raise ConfigError(f"the server at {self.url} {problem}; --url-key KEY gives one")
+            raise ConfigError.of_key(self.url, "--url-key", is_given=self.key is not None)
         if response.status_code == httpx.codes.FORBIDDEN:
             raise ConfigError(f"the server at {self.url} refuses (403): {response.text[:200]}")
         if response.status_code == 503:

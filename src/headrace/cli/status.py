@@ -65,8 +65,7 @@ def read_status(http: httpx.Client) -> Any:
         reason = str(error) or type(error).__name__
         raise ConfigError(f"nothing answers at {url} ({reason}); `headrace serve` starts a server") from error
     if response.status_code == httpx.codes.UNAUTHORIZED:
-        given = "refuses this key" if "authorization" in http.headers else "needs a key"
-        raise ConfigError(f"the server at {url} {given}: give it with --api-key KEY")
+        raise ConfigError.of_key(url, "--api-key", is_given="authorization" in http.headers)
     try:
         body = response.json()
     except ValueError:
