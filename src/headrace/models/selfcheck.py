@@ -18,6 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from headrace.backend.cuda.shapes import LONGEST_WINDOW
 from headrace.backend.device import Device
 from headrace.backend.kernels import Kernels
 from headrace.cancellation import check_cancelled
@@ -39,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 LENGTH = 12
 """Tokens per row."""
-LONG_CHUNK = SHORT_ROW_TOKENS + 4
-"""Tokens that the first row has besides with our CUDA kernels: more than one of their windows holds."""
+CHUNKS = (SHORT_ROW_TOKENS + 4, LONGEST_WINDOW + 4)
+"""Tokens that the first row has besides with our CUDA kernels: attention of the first chunk is the library's."""
 STEPS = (((5, 0), (0, 0)), ((2, 0), (6, 0)), ((1, 2), (1, 1)), ((1, 2), (2, 0)), ((3, 0), (3, 0)))
 """Per step and row: tokens of the row, then junk drafts that are rejected."""
 WITHOUT_KERNELS = "results of our CUDA kernels differ from mlx-lm's: these layers run without them"
@@ -103,10 +104,10 @@ class Checked:
     """One line per class that had to drop a level."""
 
 
-def run_reference(model: Any, vocab_size: int, has_long_chunk: bool = False) -> Reference:
-    """Two rows of random tokens through the untouched model, one by one and at once, a long chunk in one call."""
+def run_reference(model: Any, vocab_size: int, has_chunks: bool = False) -> Reference:
+    """Two rows of random tokens through the untouched model, one by one and at once; CHUNKS in one call."""
     random = np.random.default_rng(0)
-    lengths = LENGTH + LONG_CHUNK * has_long_chunk, LENGTH
+    lengths = LENGTH + sum(CHUNKS) * has_chunks, LENGTH
     rows = tuple(tuple(int(token) for token in random.integers(0, vocab_size, length)) for length in lengths)
     logits = tuple(_logits(model, [*((token,) for token in row[:LENGTH]), row[LENGTH:]]) for row in rows)
     mx.eval(logits)
@@ -146,7 +147,7 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
     for levels, with_kernels, note in (*fused, *others):
         packed = PackedModel(model, levels, with_kernels)
         check_cancelled()
-        packed.kernels = replace(with_kernels, attention_pairs=0)  # so that its long chunk is computed like longer ones
+        packed.kernels = replace(with_kernels, attention_pairs=0)  # so that the first chunk is computed like longer ones
         try:
             margin = compare(packed, reference)
         except ModelError as error:
@@ -185,8 +186,8 @@ def compare(packed: PackedModel, reference: Reference) -> Margin:
     states = [SequenceState(pool) for _ in reference.rows]
     junk = [reference.rows[1][0], reference.rows[0][0]]
     difference = 0.0
-    num_left = len(reference.rows[0]) - LENGTH
-    for step in (*STEPS, *([((num_left, 0), (0, 0))] if num_left else ())):
+    chunks = CHUNKS if len(reference.rows[0]) > LENGTH else ()
+    for step in (*STEPS, *(((num_tokens, 0), (0, 0)) for num_tokens in chunks)):
         rows: list[Row] = []
         picks: list[int] = []
         wanted: list[tuple[mx.array, mx.array]] = []

@@ -105,9 +105,11 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
     assert filled.shape[1] == NUM_TOKENS + 2 and error(filled[:, :NUM_TOKENS], wanted) < TOLERANCE[dtype]
 
 
+CHUNKS = ((0, 700, 300, 1, 0), (700, 1, 77, 0, 3), (701, 90, 0, 2, 0))
+
+
 @pytest.mark.parametrize("shape", [HeadShape(8, 2, 128), HeadShape(4, 2, 256)], ids=str)
-def test_chunks_of_prompts_find_what_they_see(shape: HeadShape) -> None:
-    rows = ((0, 700, 300, 1, 0), (700, 1, 77, 0, 3), (701, 90, 0, 2, 0))
+def test_chunks_of_prompts_find_what_they_see(shape: HeadShape, rows: tuple[tuple[int, ...], ...] = CHUNKS) -> None:
     plan, slabs, scale = plan_of(0, 0, rows), slabs_of(shape, mx.bfloat16), shape.head_dim**-0.5
     queries = drawn(7, mx.bfloat16, 791, shape.num_heads, shape.head_dim)
     table = mx.array(plan, dtype=mx.int32)
@@ -274,10 +276,13 @@ COMPANY_FORMS = [
     (HeadShape(8, 2, 128), mx.bfloat16, 0),
     (HeadShape(4, 1, 256), mx.bfloat16, 0),
 ]
+MOST_TOKENS = [8, 64]
+"""Of a row: of windows, and of prompts' chunks."""
 
 
+@pytest.mark.parametrize("most", MOST_TOKENS)
 @pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
-def test_a_row_finds_the_same_bits_in_any_company(shape: HeadShape, dtype: mx.Dtype, window: int) -> None:
+def test_a_row_finds_the_same_bits_in_any_company(shape: HeadShape, dtype: mx.Dtype, window: int, most: int) -> None:
     slabs, scale, plan = slabs_of(shape, dtype), mx.array([0.125]), plan_of(window, 1, COMPANY)
     queries, sinks = drawn(7, dtype, 14, shape.num_heads, shape.head_dim), drawn(8, dtype, shape.num_heads)
 
@@ -286,18 +291,22 @@ def test_a_row_finds_the_same_bits_in_any_company(shape: HeadShape, dtype: mx.Dt
         return attention.attend(shape, table, most, own, slabs, scale, sinks)[0]
 
     # so many that their number would change splits, if that counted
-    together = found(plan, 8, num_added=63)
+    together = found(plan, most, num_added=63)
     for row in plan:
         tokens = slice(row[0], row[0] + row[1])
-        assert mx.array_equal(found([(0, *row[1:])], row[1], queries[tokens]), together[tokens])
-    assert mx.array_equal(found(plan[::-1], 8), together)
-    # a token as the first of a window and on its own
-    lo, _, *rest = plan[1]
-    assert mx.array_equal(found([(0, 1, *rest)], 1, queries[lo : lo + 1]), together[lo : lo + 1])
+        own_most = row[1] if most == MOST_TOKENS[0] else most
+        assert mx.array_equal(found([(0, *row[1:])], own_most, queries[tokens]), together[tokens])
+    assert mx.array_equal(found(plan[::-1], most), together)
+    if most == MOST_TOKENS[0]:  # a token as the first of a window and on its own
+        lo, _, *rest = plan[1]
+        assert mx.array_equal(found([(0, 1, *rest)], 1, queries[lo : lo + 1]), together[lo : lo + 1])
 
 
+@pytest.mark.parametrize("most", MOST_TOKENS)
 @pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
-def test_a_row_finds_the_same_bits_wherever_its_keys_are(shape: HeadShape, dtype: mx.Dtype, window: int) -> None:
+def test_a_row_finds_the_same_bits_wherever_its_keys_are(
+    shape: HeadShape, dtype: mx.Dtype, window: int, most: int
+) -> None:
     """Keys of all slots behind each other in one array, at multiples of 256, and in a separate slot."""
     slabs, scale = slabs_of(shape, dtype), mx.array([0.125])
     queries, plan = drawn(7, dtype, 14, shape.num_heads, shape.head_dim), plan_of(window, 1, COMPANY)
@@ -309,9 +318,23 @@ def test_a_row_finds_the_same_bits_wherever_its_keys_are(shape: HeadShape, dtype
         for array, held in zip(one, slabs[slab], strict=True):
             array[0, :, at : at + capacity] = held[slot]
         rows.append((lo, num_tokens, at + start, 0, 0, 1 << 13, window, at + first))
-    wanted = attention.attend(shape, mx.array(plan, dtype=mx.int32), 8, queries, slabs, scale)
-    got = attention.attend(shape, mx.array(rows, dtype=mx.int32), 8, queries, [(one[0], one[1])], scale)
+    wanted = attention.attend(shape, mx.array(plan, dtype=mx.int32), most, queries, slabs, scale)
+    got = attention.attend(shape, mx.array(rows, dtype=mx.int32), most, queries, [(one[0], one[1])], scale)
     assert mx.array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
+def test_a_chunk_finds_the_same_bits_however_it_is_cut(shape: HeadShape, dtype: mx.Dtype, window: int) -> None:
+    """Of keys in one part."""
+    slabs, scale = slabs_of(shape, dtype), mx.array([0.125])
+    queries = drawn(7, dtype, 90, shape.num_heads, shape.head_dim)
+
+    def found(start: int, begin: int, end: int) -> mx.array:
+        plan = plan_of(window, 1, ((0, end - begin, start + begin, 2, 0),))
+        return attention.attend(shape, mx.array(plan, dtype=mx.int32), 128, queries[begin:end], slabs, scale)[0]
+
+    wanted = found(400, 0, 90)
+    assert mx.array_equal(mx.concatenate([found(400, 0, 37), found(400, 37, 90)]), wanted)
 
 
 SPLIT_ROWS = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
@@ -14,10 +15,24 @@ from backend.cuda.emulated import emulation
 from backend.cuda.test_delta import HEADS, SORTS
 
 from headrace.backend.cuda import attention
+from headrace.backend.cuda.kernel import CudaKernel
 from headrace.backend.cuda.shapes import HeadShape, Prepared
 
 FEW_BLOCKS = 3
 """So that each has several splits, rows and tiles."""
+
+
+@contextmanager
+def in_blocks(number: int) -> Iterator[None]:
+    """Every kernel is launched with so many blocks."""
+    launch = CudaKernel.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            CudaKernel,
+            "__call__",
+            lambda self, inputs, template, _, *rest: launch(self, inputs, template, (number, 1, 1), *rest),
+        )
+        yield
 
 
 @pytest.mark.parametrize("case", table_tests.ROWS)
@@ -94,24 +109,54 @@ def test_new_heads_are_written_and_seen(num_blocks: int, monkeypatch: pytest.Mon
         attention_tests.test_new_heads_see_what_they_write("a part of a warp's channels", 300)
 
 
+@pytest.mark.parametrize(
+    "sort", [pytest.param(each, marks=[] if each == "sinks" else pytest.mark.slow) for each in attention_tests.SORTS]
+)
+def test_chunks_find_what_they_see(sort: str) -> None:
+    if attention_tests.SORTS[sort][1] == mx.float32:
+        pytest.skip("not a type that the kernels do")
+    with emulation(seed=len(sort)):
+        attention_tests.test_rows_find_what_they_see_in_their_slots(sort)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", attention_tests.COMPANY_FORMS, ids=str)
-def test_attention_of_a_row_is_the_same_in_any_company(form: tuple[HeadShape, mx.Dtype, int]) -> None:
+def test_a_key_behind_a_chunk_has_no_part() -> None:
     with emulation():
-        attention_tests.test_a_row_finds_the_same_bits_in_any_company(*form)
-        attention_tests.test_a_row_finds_the_same_bits_wherever_its_keys_are(*form)
+        attention_tests.test_a_key_that_nobody_may_see_has_no_part()
 
 
-def test_attention_of_a_row_is_the_same_however_blocks_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=pytest.mark.slow if number else [])
+        for number, form in enumerate(attention_tests.COMPANY_FORMS)
+    ],
+    ids=str,
+)
+def test_a_chunk_is_the_same_however_it_is_cut(form: tuple[HeadShape, mx.Dtype, int]) -> None:
+    with emulation():
+        attention_tests.test_a_chunk_finds_the_same_bits_however_it_is_cut(*form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", attention_tests.MOST_TOKENS)
+@pytest.mark.parametrize("form", attention_tests.COMPANY_FORMS, ids=str)
+def test_attention_of_a_row_is_the_same_in_any_company(form: tuple[HeadShape, mx.Dtype, int], most: int) -> None:
+    with emulation():
+        attention_tests.test_a_row_finds_the_same_bits_in_any_company(*form, most)
+        attention_tests.test_a_row_finds_the_same_bits_wherever_its_keys_are(*form, most)
+
+
+@pytest.mark.parametrize("most", attention_tests.MOST_TOKENS)
+def test_attention_of_a_row_is_the_same_however_blocks_share_the_work(most: int) -> None:
     shape, dtype, window = attention_tests.COMPANY_FORMS[0]
     slabs, scale = attention_tests.slabs_of(shape, dtype), mx.array([0.125])
     plan = mx.array(attention_tests.plan_of(window, 1, attention_tests.COMPANY), dtype=mx.int32)
     queries = attention_tests.drawn(7, dtype, 14, shape.num_heads, shape.head_dim)
     found = []
     for num_blocks in (1, FEW_BLOCKS, 264):
-        monkeypatch.setattr(attention, "BLOCKS_AT_ONCE", dict.fromkeys(attention.BLOCKS_AT_ONCE, num_blocks))
-        with emulation(seed=num_blocks):
-            found.append(attention.attend(shape, plan, 8, queries, slabs, scale))
+        with emulation(seed=num_blocks), in_blocks(num_blocks):
+            found.append(attention.attend(shape, plan, most, queries, slabs, scale))
     assert mx.array_equal(found[0], found[1]) and mx.array_equal(found[0], found[2])
 
 

@@ -9,23 +9,18 @@ constexpr int TILE = 16;  // query heads and tokens together that share a load o
 template <typename T>
 struct alignas(16) Eight { T of[8]; };
 
-template <typename T>
-struct alignas(8) Four { T of[4]; };
-
 // Sums of values by softmax weights, and of the weights, which are powers of two relative to a maximum.
 struct Mean {
   float maximum, total;
   float4 sum;
 
-  __device__ static float relative(float top, float maximum) { return top == -INFINITY ? 0.0f : exp2f(top - maximum); }
-
-  // What has weights relative to another maximum. Each product is rounded in the same place wherever this is inlined.
+  // What has weights relative to another maximum.
   __device__ void add(float top, float weight, float4 of) {
     const float higher = fmaxf(maximum, top), by = relative(maximum, higher), by_added = relative(top, higher);
     maximum = higher;
-    auto put_together = [=](float& x, float added) { x = __fmaf_rn(added, by_added, __fmul_rn(x, by)); };
-    put_together(total, weight);
-    put_together(sum.x, of.x), put_together(sum.y, of.y), put_together(sum.z, of.z), put_together(sum.w, of.w);
+    total = put_together(total, by, weight, by_added);
+    sum = {put_together(sum.x, by, of.x, by_added), put_together(sum.y, by, of.y, by_added),
+           put_together(sum.z, by, of.z, by_added), put_together(sum.w, by, of.w, by_added)};
   }
 };
 
@@ -57,16 +52,6 @@ struct Part {
   }
 };
 
-__device__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 // A row's keys are split as splits.cuh says. What a tile of query rows finds in a split is put together of what the block's
 // warps find in it, and what it finds in all of them by adding one split after the other. So a row's sums depend on the row
 // alone, whatever blocks make them: the splits of all tiles of all rows are numbered, and each block takes its share of them,
@@ -80,13 +65,11 @@ __device__ float quad_sum(float x) {
 // 16 bytes of a value change places so that no two of them are wanted from one bank. STAGES tiles of keys and values are
 // under way at a time.
 //
-// out: [T, HQ, D]. partial [gridDim.x, num_parts, TILE, D + 4], see Part. counters [gridDim.x]: zero before and after.
+// partial [gridDim.x, num_parts, TILE, D + 4], see Part. counters [gridDim.x]: zero before and after.
 // RUNS_IN_SHARED: there is shared memory for what a block adds up.
-template <typename T, int HQ, int HKV, int D, int STAGES, bool RUNS_IN_SHARED, bool SINKS, bool GATED, int GATE_WIDTH, int GATE_STRIDE,
-          typename Heads>
+template <typename T, int HQ, int HKV, int D, int STAGES, bool RUNS_IN_SHARED, typename Heads, typename Output>
 __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* const* slab_keys, T* const* slab_values,
-                       const T* sinks, const T* gates, float scale, int shortest_split, int num_parts, T* out,
-                       float* partial, unsigned* counters) {
+                       const Output output, float scale, int shortest_split, int num_parts, float* partial, unsigned* counters) {
   constexpr int GROUP = HQ / HKV, STEPS = D / 16, LOADS = D / 32, BLOCKS = D / 64, TILES = D / 8;
   constexpr int CHUNKS = 2 * STEPS;  // that a thread copies for a tile of keys and values
   constexpr bool Q_IN_REGISTERS = D <= 128;
@@ -109,28 +92,11 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
     const Row row(plan, at);
     return HKV * num_tiles(row) * Splits(row, shortest_split).number;
   };
-  int total = 0;
-  for (int at = 0; at < plan_rows; at += 32) total += __reduce_add_sync(~0u, num_items(at + lane));
+  const int total = sum_of_items(plan_rows, num_items);
   const int share = (total + gridDim.x - 1) / gridDim.x;
   const int first_item = blockIdx.x * share, end_item = min(first_item + share, total);
   if (first_item >= end_item) return;
-  int row_at = 0, row_item = 0;  // the row of the first item, and the row's own first one
-  for (;; row_at += 32) {
-    const int own = num_items(row_at + lane);
-    int sum = own;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const int before = __shfl_up_sync(~0u, sum, offset);
-      if (lane >= offset) sum += before;
-    }
-    const unsigned found = __ballot_sync(~0u, row_item + sum > first_item);
-    if (found) {
-      const int of = __ffs(found) - 1;
-      row_at += of, row_item += __shfl_sync(~0u, sum - own, of);
-      break;
-    }
-    row_item += __shfl_sync(~0u, sum, 31);
-  }
+  int row_item, row_at = row_of(first_item, num_items, row_item);
 
   auto part_of = [&](int block, int number) { return Part<D>(partial + (static_cast<long>(block) * num_parts + number) * Part<D>::SIZE); };
   for (int item = first_item; item < end_item;) {
@@ -212,22 +178,9 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
 
     // four neighbouring dimensions i of row m: their sums by softmax weights
     auto finish = [&](int i, const Mean& mean) {
-      const int m = i / D, d = i % D, of_row = first_row + m, token = row.lo + of_row / GROUP, h = head * GROUP + of_row % GROUP;
-      float scale_by = 1.0f, weight = mean.total;
-      if (SINKS) {
-        const float sink = static_cast<float>(sinks[h]) * 1.44269504f, higher = fmaxf(sink, mean.maximum);
-        scale_by = exp2f(mean.maximum - higher);
-        weight = __fmaf_rn(weight, scale_by, exp2f(sink - higher));
-      }
-      const float by = scale_by / weight, found[4] = {mean.sum.x * by, mean.sum.y * by, mean.sum.z * by, mean.sum.w * by};
-      Four<T> value;
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        float x = found[j];
-        if (GATED) x = rounded<T>(x) * rounded<T>(sigmoid(static_cast<float>(gates[static_cast<long>(token) * GATE_WIDTH + h * GATE_STRIDE + d + j])));
-        value.of[j] = static_cast<T>(x);
-      }
-      *reinterpret_cast<Four<T>*>(out + (static_cast<long>(token) * HQ + h) * D + d) = value;
+      const int m = i / D, of_row = first_row + m, h = head * GROUP + of_row % GROUP;
+      const float sum[4] = {mean.sum.x, mean.sum.y, mean.sum.z, mean.sum.w};
+      output.put(row.lo + of_row / GROUP, h, i % D, sum, output.factor(h, mean.maximum, mean.total));
     };
 
     // the last key that rows r and r + 8 see

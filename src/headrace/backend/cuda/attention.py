@@ -1,7 +1,7 @@
-"""Attention of rows of a few tokens on NVIDIA GPUs: one launch a layer, whatever the rows' lengths and places.
+"""Attention on NVIDIA GPUs: one launch a layer, whatever the rows' lengths and places.
 
-It makes its queries of a projection, and writes keys and values, too; `rope_append` does no more than that, for rows
-whose attention is computed elsewhere.
+For rows of a few tokens it makes their queries of a projection, and writes keys and values, too; `rope_append` does no
+more than that, for chunks of prompts and for rows whose attention is computed elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from headrace.backend.cuda import kernel, ops
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
-from headrace.backend.cuda.shapes import HeadShape, ProjectedHeads, Projection
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, HeadShape, ProjectedHeads, Projection
 
 SHORTEST_SPLIT = {64: 256, 128: 256, 256: 128}
 """Fewest keys of a split, by head_dim: fewer don't pay for joining the parts."""
@@ -27,6 +27,16 @@ _TILE = 16
 _STAGES = {64: 3, 128: 3, 256: 2}
 """Tiles of keys and values under way in each warp, by head_dim: what a multiprocessor of an H100 holds for its blocks.
 Elsewhere there are as many of them as one block has room for."""
+
+_CHUNK_TILE = 64
+"""Rows of a block's tile in chunk_attention.cuh."""
+_PAD = 8
+_CHUNK_KEYS = {64: 64, 128: 64, 256: 32}
+"""Keys that a block reads at a time, by head_dim: on an H100 a multiprocessor has room for two blocks."""
+CHUNK_BLOCKS = 264
+"""Blocks that run at a time on the 132 multiprocessors of an H100 or H200."""
+_FEWEST_KEYS = 512
+"""Of a part of a row's keys: fewer don't pay for adding the parts up."""
 
 _PROJECTED = ("projected", "positions", "frequencies", "axes")
 _NORMS = ("q_norm", "k_norm", "eps")
@@ -43,25 +53,55 @@ def _heads(normed: bool) -> str:
 @cache
 def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int, normed: bool | None) -> CudaKernel:
     """normed: whether heads that it makes of a projection are; None for queries that are made."""
-    keys, values = _slab_names(num_slabs)
-    inputs = ["plan", "scale", "counters", "partial", *keys, *values]
-    inputs += ["queries"] if normed is None else [*_PROJECTED, *_NORMS * normed]
-    inputs += ["sinks"] * sinks + ["gates"] * gated
     heads = "MadeQueries<T, HQ, D>{queries}" if normed is None else _heads(normed)
-    choices = _runs_in_shared(head_dim), sinks, gated
-    body = (
-        f"{_slab_pointers(keys, values)}"
-        f"attend<T, HQ, HKV, D, {_stages(head_dim)}, {', '.join(str(is_so).lower() for is_so in choices)}, "
-        f"GATE_WIDTH, GATE_STRIDE>(plan, plan_shape[0], {heads}, keys, values, "
-        f"{'sinks' if sinks else 'static_cast<const T*>(nullptr)'}, "
-        f"{'gates + GATE_AT' if gated else 'nullptr'}, scale[0] * 1.44269504f, SHORTEST, partial_shape[1], out, "
+    call = (
+        f"attend<T, HQ, HKV, D, {_stages(head_dim)}, {str(_runs_in_shared(head_dim)).lower()}>(plan, plan_shape[0], "
+        f"{heads}, keys, values, {_output(sinks, gated)}, scale[0] * 1.44269504f, SHORTEST, partial_shape[1], "
         "const_cast<float*>(partial), const_cast<unsigned*>(counters));"
     )
     made = "" if normed is None else f"_new{'_normed' * normed}"
-    name = f"attend_{num_slabs}{'_sinks' * sinks}{'_gated' * gated}{made}"
+    inputs = ["queries"] if normed is None else [*_PROJECTED, *_NORMS * normed]
     shared = _stages(head_dim) * _stage_bytes(head_dim)
-    sources = ("mma.cuh", "rows.cuh", "splits.cuh", "heads.cuh", "attention.cuh")
-    return CudaKernel(name, sources, inputs, ("out",), body, shared)
+    return _attention_kernel("attend", made, num_slabs, sinks, gated, inputs, call, shared)
+
+
+@cache
+def _attend_chunks(num_slabs: int, sinks: bool, gated: bool, head_dim: int) -> CudaKernel:
+    call = (
+        f"attend_chunks<T, HQ, HKV, D, {_chunk_keys(head_dim)}, {CHUNK_BLOCKS}, {_FEWEST_KEYS}>(plan, plan_shape[0], "
+        f"queries, keys, values, {_output(sinks, gated)}, scale[0] * 1.44269504f, const_cast<float*>(partial), "
+        "const_cast<unsigned*>(counters));"
+    )
+    shared = _chunk_bytes(head_dim, _chunk_keys(head_dim))
+    return _attention_kernel("attend_chunks", "", num_slabs, sinks, gated, ["queries"], call, shared, (_THREADS, 2))
+
+
+def _attention_kernel(
+    form: str,
+    made: str,
+    num_slabs: int,
+    sinks: bool,
+    gated: bool,
+    queries: Sequence[str],
+    call: str,
+    shared_bytes: int,
+    bounds: tuple[int, int] | None = None,
+) -> CudaKernel:
+    keys, values = _slab_names(num_slabs)
+    inputs = ["plan", "scale", "counters", "partial", *keys, *values, *queries, *["sinks"] * sinks, *["gates"] * gated]
+    source = "chunk_attention.cuh" if form == "attend_chunks" else "attention.cuh"
+    sources = ("mma.cuh", "rows.cuh", "splits.cuh", "heads.cuh", "attended.cuh", source)
+    name = f"{form}_{num_slabs}{'_sinks' * sinks}{'_gated' * gated}{made}"
+    return CudaKernel(name, sources, inputs, ("out",), _slab_pointers(keys, values) + call, shared_bytes, bounds)
+
+
+def _output(sinks: bool, gated: bool) -> str:
+    where = ", ".join(str(is_so).lower() for is_so in (sinks, gated))
+    of_sinks = "sinks" if sinks else "static_cast<const T*>(nullptr)"
+    return (
+        f"Output<T, HQ, D, {where}, GATE_WIDTH, GATE_STRIDE>"
+        f"{{{of_sinks}, {'gates + GATE_AT' if gated else 'nullptr'}, out}}"
+    )
 
 
 @cache
@@ -109,46 +149,41 @@ def attend(
     """`[1, T, num_heads · head_dim]`: what queries `[T, num_heads, head_dim]` find in their rows' slots.
 
     Where these are yet to be made of a projection, its keys and values are written there first, in place. Nothing but
-    the result says that the writing is done.
+    the result says that the writing is done. Rows of more than LONGEST_WINDOW tokens need queries that are made.
 
     plan: int32 `[R, 8]`, see rows.cuh; rows may have no tokens. most: tokens of a row at most.
     slabs: keys and values `[slots, num_kv_heads, capacity, head_dim]`. scale: float32 `[1]`.
     gates: a projection, and where it has them.
     """
     held, number = _even_number(slabs)
-    tiles, splits = -(-most * (shape.num_heads // shape.num_kv_heads) // _TILE), most_splits(shape, most)
-    at_once = BLOCKS_AT_ONCE[shape.head_dim]
-    # how many splits there are stands in the plan alone
-    blocks = min(at_once, plan.shape[0] * shape.num_kv_heads * tiles * splits)
-    width, stride = (0, 0) if gates is None else (gates[1].width, gates[1].q_stride)
+    head_dim = shape.head_dim
     if isinstance(queries, ProjectedHeads):
         dtype, num_tokens, normed = queries.projected.dtype, queries.projected.shape[1], queries.norms is not None
         heads, template = _inputs(queries)
     else:
         dtype, num_tokens, normed, heads, template = queries.dtype, queries.shape[0], None, [queries], {}
+    width, stride = (0, 0) if gates is None else (gates[1].width, gates[1].q_stride)
+    template |= {"T": dtype, "HQ": shape.num_heads, "HKV": shape.num_kv_heads, "D": head_dim}
+    template |= {"GATE_WIDTH": width, "GATE_STRIDE": stride, "GATE_AT": 0 if gates is None else head_dim}
+    sort = number, sinks is not None, gates is not None, head_dim
     # how many of a tile's splits are done, and what blocks have found of tiles that they share: attention of a layer
     # waits for that of the layer before
-    counters = kernel.scratch("attend", (at_once,), mx.uint32)
-    partial = kernel.scratch("attend", (at_once, splits + 1, _TILE, shape.head_dim + 4), mx.float32)
+    if most > LONGEST_WINDOW:
+        blocks, launch = CHUNK_BLOCKS, _attend_chunks(*sort)
+        counters = kernel.scratch("attend_chunks", (blocks,), mx.uint32)
+        partial = kernel.scratch("attend_chunks", (blocks, (head_dim // 8 + 1) * _THREADS * 4), mx.float32)
+    else:
+        tiles, splits = -(-most * (shape.num_heads // shape.num_kv_heads) // _TILE), most_splits(shape, most)
+        at_once, launch = BLOCKS_AT_ONCE[head_dim], _attend(*sort, normed)
+        # how many splits there are stands in the plan alone
+        blocks = min(at_once, plan.shape[0] * shape.num_kv_heads * tiles * splits)
+        counters = kernel.scratch("attend", (at_once,), mx.uint32)
+        partial = kernel.scratch("attend", (at_once, splits + 1, _TILE, head_dim + 4), mx.float32)
+        template |= {"SHORTEST": SHORTEST_SPLIT[head_dim]}
     inputs = [plan, scale, counters, partial, *held, *heads]
     inputs += ([] if sinks is None else [sinks]) + ([] if gates is None else [gates[0]])
-    (out,) = _attend(number, sinks is not None, gates is not None, shape.head_dim, normed)(
-        inputs,
-        {
-            "T": dtype,
-            "HQ": shape.num_heads,
-            "HKV": shape.num_kv_heads,
-            "D": shape.head_dim,
-            "GATE_WIDTH": width,
-            "GATE_STRIDE": stride,
-            "GATE_AT": 0 if gates is None else shape.head_dim,
-            "SHORTEST": SHORTEST_SPLIT[shape.head_dim],
-            **template,
-        },
-        (blocks, 1, 1),
-        _THREADS,
-        (((1, num_tokens, shape.num_heads * shape.head_dim), dtype),),
-    )
+    found = ((1, num_tokens, shape.num_heads * head_dim), dtype)
+    (out,) = launch(inputs, template, (blocks, 1, 1), _THREADS, (found,))
     return out
 
 
@@ -195,7 +230,19 @@ def refusal(shape: HeadShape, dtype: mx.Dtype) -> str | None:
         return f"activations in {dtype}"
     if shape.head_dim not in _STAGES:
         return f"a head of {shape.head_dim}"
-    return None if _stages(shape.head_dim) else f"{kernel.largest_block()} bytes of shared memory"
+    has_room = _stages(shape.head_dim) and _chunk_keys(shape.head_dim)
+    return None if has_room else f"{kernel.largest_block()} bytes of shared memory"
+
+
+def _chunk_bytes(head_dim: int, keys: int) -> int:
+    """Queries, and two stages of keys and values."""
+    return 2 * (head_dim + _PAD) * (_CHUNK_TILE + 2 * 2 * keys)
+
+
+def _chunk_keys(head_dim: int) -> int:
+    """As many as a block has room for; 0 if it has none."""
+    fewer = (_CHUNK_KEYS[head_dim], 16)
+    return next((keys for keys in fewer if _chunk_bytes(head_dim, keys) <= kernel.largest_block()), 0)
 
 
 def _stage_bytes(head_dim: int) -> int:

@@ -14,3 +14,34 @@ struct Row {
     window = plan[6], first = plan[7];
   }
 };
+
+// The row of the plan that has an item, and the number of that row's first one, if rows have num_items(row) of them, one behind
+// the other. All lanes of a warp ask for the same one.
+template <typename F>
+__device__ int row_of(int item, const F& num_items, int& row_item) {
+  const int lane = threadIdx.x % 32;
+  row_item = 0;
+  for (int row_at = 0;; row_at += 32) {
+    const int own = num_items(row_at + lane);
+    int sum = own;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int before = __shfl_up_sync(~0u, sum, offset);
+      if (lane >= offset) sum += before;
+    }
+    const unsigned found = __ballot_sync(~0u, row_item + sum > item);
+    if (found) {
+      const int of = __ffs(found) - 1;
+      row_item += __shfl_sync(~0u, sum - own, of);
+      return row_at + of;
+    }
+    row_item += __shfl_sync(~0u, sum, 31);
+  }
+}
+
+template <typename F>
+__device__ int sum_of_items(int num_rows, const F& num_items) {
+  int total = 0;
+  for (int at = 0; at < num_rows; at += 32) total += __reduce_add_sync(~0u, num_items(at + static_cast<int>(threadIdx.x % 32)));
+  return total;
+}

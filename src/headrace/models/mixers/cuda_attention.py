@@ -28,6 +28,8 @@ SHORT_ROW_TOKENS = 80
 """Rows of at most this many tokens are short: our kernel computes them together, and longer ones as
 `Kernels.attention_pairs` says. The windows of a prediction head are shorter (speculate/speculator.py), because the
 library took 40 ms and more for each of their rows."""
+_LIBRARY_HEAD_DIM = 128
+"""Of wider heads the library's attention holds all scores in memory, so our kernel takes rows of all lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class _AttentionPlan:
     slabs: Sequence[Slab] = ()
 
 
-def _plan_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _AttentionPlan:
+def _plan_slots(step: PackedStep, states: Sequence[FullAttentionState], head_dim: int) -> _AttentionPlan:
     """Of full attention: a row's tokens begin where its slot does in the slab."""
     slabs = list({id(state.slot.slab): state.slot.slab for state in states}.values())
     numbers = {id(slab): number for number, slab in enumerate(slabs)}
@@ -55,37 +57,45 @@ def _plan_slots(step: PackedStep, states: Sequence[FullAttentionState]) -> _Atte
         place = (numbers[id(slot.slab)], 0, slot.slab.capacity, 0, slot.start + state.first)
         table.append((row.lo, row.hi - row.lo, slot.start + row.start, *place))
     slabs += slabs[-1:] * (next_power_of_two(len(slabs)) - len(slabs))
-    return _plan(step, table, None, slabs)
+    return _plan(step, table, None, head_dim, slabs)
 
 
-def _plan_buffers(step: PackedStep, states: Sequence[SlidingAttentionState], window: int) -> _AttentionPlan:
+def _plan_buffers(
+    step: PackedStep, states: Sequence[SlidingAttentionState], window: int, head_dim: int
+) -> _AttentionPlan:
     """Of layers with a window: for the kernels a row's buffer is a slab, whose first token is the base."""
     table = [
         (row.lo, row.hi - row.lo, row.start - state.base, slab, 0, state.capacity, window, 0)
         for slab, (row, state) in enumerate(zip(step.rows, states, strict=True))
     ]
-    return _plan(step, table, window)
+    return _plan(step, table, window, head_dim)
 
 
 def _plan(
-    step: PackedStep, table: Sequence[tuple[int, ...]], window: int | None, slabs: Sequence[Slab] = ()
+    step: PackedStep,
+    table: Sequence[tuple[int, ...]],
+    window: int | None,
+    head_dim: int,
+    slabs: Sequence[Slab] = (),
 ) -> _AttentionPlan:
-    is_fused = [_is_fused(step, row, window) for row in step.rows]
+    is_fused = [_is_fused(step, row, window, head_dim) for row in step.rows]
     fused = [numbers for numbers, each in zip(table, is_fused, strict=True) if each]
     if not fused:
         return _AttentionPlan((tuple(table),), is_fused, 0, slabs)
-    max_tokens = padded_row_tokens(max([num_tokens for _, num_tokens, *_ in fused]))
+    size = padded_size(step.rows)
+    if all(row.is_short for row in step.rows):
+        max_tokens = padded_row_tokens(max([num_tokens for _, num_tokens, *_ in fused]))
+    else:  # the most that there may be: prompts of all lengths share few variants
+        max_tokens = size.num_tokens
     if len(fused) < len(table):
         return _AttentionPlan((tuple(table), tuple(fused)), is_fused, max_tokens, slabs)
-    size = padded_size(step.rows)
-    if max_tokens > LONGEST_WINDOW:  # the most that there may be: prompts of all lengths share few variants
-        max_tokens = size.num_tokens
     return _AttentionPlan((size.padded(tuple(table)),), is_fused, max_tokens, slabs)
 
 
-def _is_fused(step: PackedStep, row: Row, window: int | None) -> bool:
+def _is_fused(step: PackedStep, row: Row, window: int | None, head_dim: int) -> bool:
     """Whether the kernel takes this row: its windows count indices, so positions with gaps don't fit."""
-    if row.num_tokens > max(SHORT_ROW_TOKENS, step.kernels.attention_pairs // row.end):
+    is_long = row.num_tokens > max(SHORT_ROW_TOKENS, step.kernels.attention_pairs // row.end)
+    if is_long and head_dim <= _LIBRARY_HEAD_DIM:
         return False
     if window is None:
         return not row.bidirectional.full
@@ -127,11 +137,11 @@ class CudaAttentionMixer(nn.Module):
             return self.compute(x, step.positions, step.compiled.inputs[cache.layer], residual, factor)
         states: Sequence[Any] = states_of(cache, cache.window)
         if cache.window is None:
-            plan = step.cached(_plan_slots, lambda: _plan_slots(step, states))
+            plan = step.cached(_plan_slots, lambda: _plan_slots(step, states, self._parts.shape.head_dim))
             arrays = self._stored(cache.layer, plan.slabs)
         else:
             arrays = self._buffers(step, states)
-            plan = _plan_buffers(step, states, cache.window)
+            plan = _plan_buffers(step, states, cache.window, self._parts.shape.head_dim)
         inputs = KernelInputs([step.shared(table) for table in plan.tables], arrays, plan.max_tokens)
         projected = self._project(x)
         queries = self._rotated(self._heads(projected, step.positions), inputs, factor)
@@ -172,14 +182,15 @@ class CudaAttentionMixer(nn.Module):
     ) -> KernelInputs[Table] | None:
         """Of all layers with this window in a compiled step; None if the kernel doesn't take some row."""
         arrays: list[mx.array] = []
+        last = list(mixers)[-1]
+        head_dim = mixers[last]._parts.shape.head_dim
         if window is None:
-            last = list(mixers)[-1]
             new = [row.state for row in step.rows if not row.state.has_layer(last)]
             if new:
                 with new[0].pool.together():  # what layers are restored from
                     for state, layer in product(new, mixers):
                         state.full_attention(layer)
-            plan = _plan_slots(step, [row.state.full_attention(last) for row in step.rows])
+            plan = _plan_slots(step, [row.state.full_attention(last) for row in step.rows], head_dim)
             for layer, mixer in mixers.items():
                 arrays += mixer._stored(layer, plan.slabs)
         else:
@@ -188,7 +199,7 @@ class CudaAttentionMixer(nn.Module):
                 states = [row.state.layer(layer, make) for row in step.rows]
                 own = mixer._buffers(step, states)
                 arrays += own + own[-2:] * (size.num_rows - len(step.rows))
-            plan = _plan_buffers(step, states, window)
+            plan = _plan_buffers(step, states, window, head_dim)
         return KernelInputs(plan.tables, arrays, plan.max_tokens) if all(plan.is_fused) else None
 
     def _stored(self, layer: LayerKey, slabs: Sequence[Slab]) -> list[mx.array]:
