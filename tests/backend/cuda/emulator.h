@@ -214,6 +214,14 @@ static void tiles_loaded(unsigned (&to)[4], const void* row) {
   }
 }
 
+// PTX ISA, "movmatrix"
+static unsigned tile_transposed(unsigned two) {
+  const unsigned* all = exchanged(two);
+  const int group = current % LANES_OF_WARP / 4, t = current % 4;
+  auto number = [&](int row) { return all[row * 4 + group / 2] >> group % 2 * 16 & 0xffff; };
+  return number(t * 2) | number(t * 2 + 1) << 16;
+}
+
 // What is copied to shared memory is there once it is waited for, and no earlier.
 static void copied_later(void* to, const void* from, int bytes) {
   if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes) abort();
@@ -229,7 +237,10 @@ static void stage_ended() {
 static void stages_awaited(unsigned pending) {
   auto& under_way = threads[current].under_way;
   for (; under_way.size() > pending + 1; under_way.pop_front())
-    for (const Copy& copy : under_way.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+    for (const Copy& copy : under_way.front()) {
+      if (copy.from) std::memcpy(copy.to, copy.from, copy.bytes);
+      else std::memset(copy.to, 0, copy.bytes);
+    }
 }
 
 static void run_thread() {

@@ -12,8 +12,13 @@ constexpr int PAD = 8;  // behind a row in shared memory: eight rows then lie in
 template <typename T>
 struct Split {
   unsigned high, low;
-  __device__ Split(float a, float b) : high(pair_of<T>(a, b)), low(pair_of<T>(a - rounded<T>(a), b - rounded<T>(b))) {}
+  __device__ Split(float a, float b) : high(pair_of<T>(a, b)) {
+    const float2 found = unpacked(high, T());
+    low = pair_of<T>(a - found.x, b - found.y);
+  }
 };
+
+__device__ float2 two_of(const float* from, int at) { return *reinterpret_cast<const float2*>(from + at); }
 
 // The left side of a product: four 8 x 8 parts of a tile [16, 16], of two tiles [16, 8] that a product has left.
 template <typename T>
@@ -51,6 +56,17 @@ struct Stage {
   T k[BLOCK][DK + PAD], q[BLOCK][DK + PAD], v[BLOCK][CHANNELS + PAD];
   float g[BLOCK], beta[BLOCK];
 };
+
+// Of BLOCK rows of WIDTH numbers, a stride apart, the first `count`; zeros for the others.
+template <int WIDTH, int THREADS, typename T>
+__device__ void copy_rows(T (&to)[BLOCK][WIDTH + PAD], const T* from, int stride, int count) {
+  constexpr int PACKS = WIDTH / 8, ROWS = THREADS / PACKS;  // of a row, and at once
+  const int first = threadIdx.x / PACKS, place = threadIdx.x % PACKS * 8;
+  from += first * stride + place;
+#pragma unroll
+  for (int i = 0; i < BLOCK; i += ROWS)
+    if (first < min(ROWS, BLOCK - i)) copy_async_if(first + i < count, &to[first + i][place], from + i * stride);
+}
 
 template <typename T>
 struct Solved {
@@ -101,22 +117,13 @@ __device__ void delta_blocks(const int* plan, const int* stops, const T* q, cons
   const long row = chunk.lo;
 
   auto load = [&](int begin, int end, Stage<T, DK, CHANNELS>& to) {
-    auto copy = [&](auto& rows, const T* from, int heads, int head, int dim, int at, int width) {
-      const int packs = width / 8;
-      from += ((row + begin) * heads + head) * dim + at;
-#pragma unroll 1
-      for (int i = tid; i < BLOCK * packs; i += THREADS) {
-        const int token = i / packs, place = i % packs * 8;
-        if (token < end - begin) copy_async(&rows[token][place], from + token * heads * dim + place);
-        else *reinterpret_cast<uint4*>(&rows[token][place]) = {};
-      }
-    };
-    copy(to.k, k, HK, hk, DK, 0, DK);
-    copy(to.q, q, HK, hk, DK, 0, DK);
-    copy(to.v, v, HV, hv, DV, first, CHANNELS);
+    const long at = row + begin;
+    copy_rows<DK, THREADS>(to.k, k + (at * HK + hk) * DK, HK * DK, end - begin);
+    copy_rows<DK, THREADS>(to.q, q + (at * HK + hk) * DK, HK * DK, end - begin);
+    copy_rows<CHANNELS, THREADS>(to.v, v + (at * HV + hv) * DV + first, HV * DV, end - begin);
     if (tid < BLOCK) {
-      const long at = (row + begin + tid) * HV + hv;
-      if (tid < end - begin) copy_cached<4>(&to.g[tid], g + at), copy_cached<4>(&to.beta[tid], beta + at);
+      const long gate = (at + tid) * HV + hv;
+      if (tid < end - begin) copy_cached<4>(&to.g[tid], g + gate), copy_cached<4>(&to.beta[tid], beta + gate);
       else to.g[tid] = 1, to.beta[tid] = 0;
     }
     end_stage();
@@ -233,30 +240,38 @@ __device__ void delta_blocks(const int* plan, const int* stops, const T* q, cons
         }
       }
     }
-    auto& values = from.v;
 #pragma unroll
-    for (int n = 0; n < TILES; n++)
+    for (int n = 0; n < TILES; n += 2) {
+      unsigned values[4];
+      load_columns(values, &from.v[n * 8 + lane / 16 * 8 + lane % 8][warp * 16 + lane / 8 % 2 * 8]);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int token = n * 8 + t * 2 + i % 2;
-        const float value = static_cast<float>(values[token][warp * 16 + i / 2 * 8 + r]);
-        by_key[n][i] = from.beta[token] * (value - solved.from_begin[token] * by_key[n][i]);
-        by_query[n][i] *= solved.from_begin[token];
+        const int token = (n + i / 2) * 8 + t * 2;
+        const float2 value = unpacked(values[i], T());
+        const float2 decay = two_of(solved.from_begin, token), beta = two_of(from.beta, token);
+        float* written = &by_key[n + i / 2][i % 2 * 2];
+        float* said = &by_query[n + i / 2][i % 2 * 2];
+        written[0] = beta.x * (value.x - decay.x * written[0]), said[0] *= decay.x;
+        written[1] = beta.y * (value.y - decay.y * written[1]), said[1] *= decay.y;
       }
+    }
     float delta[TILES][4] = {};
     const Left<T> written[] = {{by_key[0], by_key[1]}, {by_key[2], by_key[3]}};
     times(delta, written, solved.inverse);
     const Left<T> read[] = {{delta[0], delta[1]}, {delta[2], delta[3]}};
     times(by_query, read, solved.mixing);
     __syncwarp();  // values are read
+    auto& values = from.v;
 #pragma unroll
-    for (int n = 0; n < TILES; n++)
+    for (int n = 0; n < TILES; n++) {
+      const float2 decay = two_of(solved.to_end, n * 8 + t * 2);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int token = n * 8 + t * 2 + i % 2;
-        values[token][warp * 16 + i / 2 * 8 + r] = static_cast<T>(by_query[n][i]);
-        delta[n][i] *= solved.to_end[token];
+      for (int i = 0; i < 2; i++) {
+        const unsigned said = transposed(pair_of<T>(by_query[n][i * 2], by_query[n][i * 2 + 1]));
+        *reinterpret_cast<unsigned*>(&values[n * 8 + r][warp * 16 + i * 8 + t * 2]) = said;
+        delta[n][i * 2] *= decay.x, delta[n][i * 2 + 1] *= decay.y;
       }
+    }
     __syncwarp();
 #pragma unroll
     for (int i = lane; i < BLOCK * 2; i += 32) {

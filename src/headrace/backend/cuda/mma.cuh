@@ -6,8 +6,29 @@ __device__ unsigned pair(T a, T b) {
   return *reinterpret_cast<unsigned*>(&two);
 }
 
+// A single conversion of one number takes four times as long as one of two.
+__device__ unsigned packed(float a, float b, bfloat16) {
+  unsigned two;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(b), "f"(a));
+  return two;
+}
+
+__device__ unsigned packed(float a, float b, float16) {
+  unsigned two;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(b), "f"(a));
+  return two;
+}
+
 template <typename T>
-__device__ unsigned pair_of(float a, float b) { return pair(static_cast<T>(a), static_cast<T>(b)); }
+__device__ unsigned pair_of(float a, float b) { return packed(a, b, T()); }
+
+__device__ float2 unpacked(unsigned two, bfloat16) { return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)}; }
+
+__device__ float2 unpacked(unsigned two, float16) {
+  float16 a, b;
+  a.bits = two & 0xffff, b.bits = two >> 16;
+  return {a, b};
+}
 
 // c [16, 8] += a [16, 16] b [16, 8], in float32
 __device__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bfloat16) {
@@ -37,6 +58,13 @@ __device__ void load_columns(unsigned (&to)[4], const void* row) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
+// The transpose of a tile [8, 8] of 16 bits of which a lane has two neighbouring numbers of row lane / 4.
+__device__ unsigned transposed(unsigned two) {
+  unsigned found;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(two));
+  return found;
+}
+
 // 16 bytes from device memory to shared memory, without a register between. Others of the line are soon asked for: it comes
 // whole, which made products of dense weights 2 to 11 % quicker on an H200.
 __device__ void copy_async(void* to, const void* from) {
@@ -44,7 +72,13 @@ __device__ void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
 }
 
-// The same for what other blocks of the multiprocessor read, too: it stays in the first cache.
+// The same, or 16 bytes of zeros: `from` is then not read.
+__device__ void copy_async_if(bool is_there, void* to, const void* from) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+}
+
+// As copy_async, for what other blocks of the multiprocessor read, too: it stays in the first cache.
 template <int BYTES>
 __device__ void copy_cached(void* to, const void* from) {
   const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
