@@ -89,9 +89,9 @@ def _block_warps(head_v_dim: int) -> int:
 
 def _block_bytes(head_k_dim: int, num_warps: int) -> int:
     """BlockMemory in delta_blocks.cuh."""
-    stage = _BLOCK * (2 * (2 * (head_k_dim + 8) + _WARP_CHANNELS * num_warps + 8) + 8)
+    stage = _BLOCK * (2 * (2 * (head_k_dim + 8) + _WARP_CHANNELS * num_warps + 8) + 12)
     solved = _BLOCK * (4 * 2 * (_BLOCK + 8) + 8)
-    return 3 * stage + 2 * solved + 2 * 4 * _BLOCK * (_BLOCK + 4)
+    return 3 * stage + 2 * solved + 4 * (_BLOCK * (_BLOCK + 3) + 16 * 2 * 20)
 
 
 _NORM = CudaKernel(

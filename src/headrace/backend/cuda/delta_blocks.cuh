@@ -46,15 +46,22 @@ template <typename T>
 struct Halves {
   T high[BLOCK][BLOCK + PAD], low[BLOCK][BLOCK + PAD];
 
-  __device__ void put(int row, int column, float x) {
-    high[row][column] = static_cast<T>(x), low[row][column] = static_cast<T>(x - rounded<T>(x));
+  // two numbers beside each other
+  __device__ void put(int row, int column, Split<T> two) {
+    *reinterpret_cast<unsigned*>(&high[row][column]) = two.high, *reinterpret_cast<unsigned*>(&low[row][column]) = two.low;
+  }
+
+  // two numbers below one another
+  __device__ void put_below(int row, int column, Split<T> two) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) high[row + i][column].bits = two.high >> i * 16, low[row + i][column].bits = two.low >> i * 16;
   }
 };
 
 template <typename T, int DK, int CHANNELS>
 struct Stage {
   T k[BLOCK][DK + PAD], q[BLOCK][DK + PAD], v[BLOCK][CHANNELS + PAD];
-  float g[BLOCK], beta[BLOCK];
+  float g[2 * BLOCK], beta[BLOCK];  // the second half of g may be read
 };
 
 // Of BLOCK rows of WIDTH numbers, a stride apart, the first `count`; zeros for the others.
@@ -78,7 +85,8 @@ template <typename T, int DK, int CHANNELS>
 struct BlockMemory {
   Stage<T, DK, CHANNELS> stages[3];
   Solved<T> solved[2];
-  float kk[BLOCK][BLOCK + 4], kq[BLOCK][BLOCK + 4];  // products of each two of a block's tokens
+  float decay[BLOCK][BLOCK + 3];    // L[token + i, token] at [i][token]; columns of different rows lie in different banks
+  float diagonal[16][2][16 + 4];    // rows of the system's two blocks [16, 16] on the diagonal
 };
 
 // Where the blocks of a row end: after BLOCK tokens, and wherever its state is wanted.
@@ -130,13 +138,23 @@ __device__ void delta_blocks(const int* plan, const int* stops, const T* q, cons
   };
 
   auto solve = [&](const Stage<T, DK, CHANNELS>& from, Solved<T>& to) {
+    // No comparisons, which would take longer than the products: behind the last token it goes on with what is not used.
+    float since = 1;
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) {
+      if (i) since *= from.g[lane + i];
+      memory.decay[i][lane] = since;
+    }
+    __syncwarp();
+    to.from_begin[lane] = from.g[0] * memory.decay[lane][0], to.to_end[lane] = memory.decay[BLOCK - 1 - lane][lane];
+
     float kk[STEPS][TILES][4] = {}, kq[STEPS][TILES][4] = {};
 #pragma unroll
     for (int at = 0; at < DK; at += 16) {
-      unsigned right[TILES / 2][4];
+      unsigned right[STEPS][4];
 #pragma unroll
-      for (int i = 0; i < TILES / 2; i++)
-        load_tiles(right[i], &from.k[i * 16 + lane / 16 * 8 + lane % 8][at + lane / 8 % 2 * 8]);
+      for (int m = 0; m < STEPS; m++)
+        load_tiles(right[m], &from.k[m * 16 + lane / 16 * 8 + lane % 8][at + lane / 8 % 2 * 8]);
 #pragma unroll
       for (int m = 0; m < STEPS; m++) {
         unsigned keys[4], queries[4];
@@ -149,40 +167,74 @@ __device__ void delta_blocks(const int* plan, const int* stops, const T* q, cons
         }
       }
     }
+    // all reads come before the writes, behind which a read would wait
 #pragma unroll
     for (int m = 0; m < STEPS; m++)
 #pragma unroll
-      for (int n = 0; n < 2 * (m + 1); n++)
+      for (int i = 0; i < 2; i++) {
+        const int token = m * 16 + i * 8 + r;
+        const float beta = from.beta[token];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int token = m * 16 + i / 2 * 8 + r, earlier = n * 8 + t * 2 + i % 2;
-          memory.kk[token][earlier] = kk[m][n][i], memory.kq[token][earlier] = kq[m][n][i];
+        for (int n = 0; n < 2 * (m + 1); n++) {
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            const int earlier = n * 8 + t * 2 + j;
+            const float decay = token < earlier ? 0.0f : memory.decay[max(token - earlier, 0)][earlier];
+            kk[m][n][i * 2 + j] *= beta * decay, kq[m][n][i * 2 + j] *= decay;
+          }
+        }
+      }
+#pragma unroll
+    for (int m = 0; m < STEPS; m++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int n = 0; n < 2 * (m + 1); n++) {
+          const int token = m * 16 + i * 8 + r, earlier = n * 8 + t * 2;
+          const float a = kk[m][n][i * 2], b = kk[m][n][i * 2 + 1];
+          to.mixing.put(token, earlier, {kq[m][n][i * 2], kq[m][n][i * 2 + 1]});
+          if (n / 2 == m) *reinterpret_cast<float2*>(&memory.diagonal[token % 16][m][earlier % 16]) = {a, b};
+          else to.inverse.put(token, earlier, {a, b});
         }
     __syncwarp();
-    float decay = from.g[lane];
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const float before = __shfl_up_sync(~0u, decay, offset);
-      if (lane >= offset) decay *= before;
+    // The blocks on the diagonal, each by half of the lanes with a column each. The one below them, A, is there already in the
+    // place of its inverse, -R' A R of the blocks' inverses R and R'.
+    const int half = lane / 16, column = lane % 16;
+    float inverse[16];
+#pragma unroll
+    for (int token = 0; token < 16; token++) {
+      inverse[token] = token == column;
+#pragma unroll
+      for (int i = 0; i < token; i++) inverse[token] -= memory.diagonal[token][half][i] * inverse[i];
     }
-    to.from_begin[lane] = decay;
-    float since = 1;  // column `lane` of L
-#pragma unroll 8
-    for (int token = 0; token < BLOCK; token++) {
-      if (token > lane) since *= from.g[token];
-      to.mixing.put(token, lane, token >= lane ? since * memory.kq[token][lane] : 0.0f);
-      if (token > lane) memory.kk[token][lane] *= since * from.beta[token];
-    }
-    to.to_end[lane] = since;
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) to.inverse.put_below(half * 16 + i, lane, {inverse[i], inverse[i + 1]});
     __syncwarp();
-    float inverse[BLOCK];  // its column `lane`
+    unsigned second[2][4], below[2][4], first_one[2][4];  // high and low
 #pragma unroll
-    for (int token = 0; token < BLOCK; token++) {
-      float sums[4] = {};
-#pragma unroll
-      for (int i = 0; i < token; i++) sums[i % 4] += memory.kk[token][i] * inverse[i];
-      inverse[token] = (token == lane) - ((sums[0] + sums[1]) + (sums[2] + sums[3]));
-      to.inverse.put(token, lane, inverse[token]);
+    for (int i = 0; i < 2; i++) {
+      auto& by = i ? to.inverse.low : to.inverse.high;
+      load_tiles(second[i], &by[16 + lane % 16][16 + lane / 16 * 8]);
+      load_columns(below[i], &by[16 + lane % 16][lane / 16 * 8]);
+      load_columns(first_one[i], &by[lane % 16][lane / 16 * 8]);
     }
+    float product[2][4] = {}, found[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+        multiply(product[n], second[i == 1], below[i == 2][n * 2], below[i == 2][n * 2 + 1], T());
+    const Left<T> left(product[0], product[1]);
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      left.times(found[n], first_one[0][n * 2], first_one[0][n * 2 + 1]);
+      multiply(found[n], left.high, first_one[1][n * 2], first_one[1][n * 2 + 1], T());
+    }
+    __syncwarp();  // A is read
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) to.inverse.put(16 + i * 8 + r, n * 8 + t * 2, {-found[n][i * 2], -found[n][i * 2 + 1]});
   };
 
   // c [16 channels, tokens] += x times the transpose of a triangular matrix
