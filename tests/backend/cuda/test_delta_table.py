@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -149,7 +149,7 @@ def test_chunks_go_on_from_slots_and_leave_them_there(
     stops, rows = mx.array([*ends, 0, 0], dtype=mx.int32), mx.array(plan, dtype=mx.int32)
     longest = max(row[1] for row in plan)
     tokens, raw = delta.prepare_chunks(shape, weights, rows, stops, longest, projected, table)
-    y, states = delta.scan_chunks(rows, stops, tokens, table.state, in_blocks=in_blocks)
+    y, states = delta.scan_chunks(rows, stops, tokens, table.state, in_blocks=in_blocks, least=1)
     mx.eval(tokens, raw, y, states)
     assert raw.shape == (num_stops + 2, CONTEXT, shape.num_channels)
     assert states.shape == (num_stops + 2, *table.state.shape[1:]) and states.dtype == mx.float32
@@ -213,7 +213,7 @@ def test_states_are_precise_whatever_the_tokens_are(
     given = [double(array) for array in tokens]
     said, wanted, kept = layer_references.scan(*given, double(state)[0], 70)
     plan = mx.array([(0, num_tokens, num_tokens, 0, 0, 0, 0, 0, 1)], dtype=mx.int32)
-    y, states = delta.scan_chunks(plan, mx.array([70], dtype=mx.int32), tokens, state, in_blocks=in_blocks)
+    y, states = delta.scan_chunks(plan, mx.array([70], dtype=mx.int32), tokens, state, in_blocks=in_blocks, least=1)
     mx.eval(y, states)
     assert error(y, said) < TOLERANCE[dtype]
     assert error(state[0], wanted) < TOLERANCE[mx.float32]
@@ -233,7 +233,9 @@ def test_stashed_tokens_are_settled_by_a_scan(
     plan = [(7 * stashed, 2, 2, 0, 3, 7, -1, 0, 0), (0, stashed, stashed, 0, 0, 0, -1, 0, 1), (0,) * 9]
     stops = mx.array([stashed], dtype=mx.int32)
     tokens = Prepared(k, k, v, g, beta)
-    _, states = delta.scan_chunks(mx.array(plan, dtype=mx.int32), stops, tokens, table.state, in_blocks=in_blocks)
+    _, states = delta.scan_chunks(
+        mx.array(plan, dtype=mx.int32), stops, tokens, table.state, in_blocks=in_blocks, least=1
+    )
     mx.eval(states)
     for slot, row, number in ((3, 7, 2), (0, 0, stashed)):
         key, *rest = (array[row, :number] for array in before.stash)
@@ -241,6 +243,60 @@ def test_stashed_tokens_are_settled_by_a_scan(
         assert error(table.state[slot], wanted) < TOLERANCE[mx.float32]
     assert mx.array_equal(states[0], table.state[0])
     before.check_untouched(table, {3, 0}, set())
+
+
+FEW = delta.LEAST_IN_BLOCKS - 1
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("heads", [(1, 2, 64, 16), (1, 1, 64, 32), (1, 2, 64, 48), (1, 1, 128, 64)])
+def test_rows_of_few_tokens_find_the_same_bits_in_any_company(
+    heads: tuple[int, int, int, int], dtype: mx.Dtype
+) -> None:
+    """Those of a scan that goes token by token, at the stops, too; longer rows are the same in any company, too."""
+    num_k_heads, num_v_heads, head_k_dim, head_v_dim = heads
+    drawn, lengths = Numbers(7, dtype), (5, FEW + 1, FEW, 0, 1)
+    los, total = np.cumsum([0, *lengths]).tolist(), sum(lengths)
+    tokens = Prepared(
+        drawn.keys(total, num_k_heads, head_k_dim) / 8,
+        drawn.keys(total, num_k_heads, head_k_dim),
+        drawn(total, num_v_heads, head_v_dim),
+        *(drawn.gates(total, num_v_heads) for _ in range(2)),
+    )
+    before = drawn(len(lengths), num_v_heads, head_v_dim, head_k_dim, dtype=mx.float32)
+    mx.eval(tokens, before)
+
+    def scanned(rows: Sequence[int], *, in_blocks: bool) -> tuple[mx.array, mx.array, mx.array]:
+        """Each row leaves its state after a third and two thirds of its tokens."""
+        plan, stops = [], []
+        for row in rows:
+            plan.append((los[row], lengths[row], lengths[row], 0, row, 2 * row, -1, len(stops), 2))
+            stops += [lengths[row] // 3, lengths[row] * 2 // 3]
+        state = mx.array(np.array(before))
+        arrays = mx.array(plan, dtype=mx.int32), mx.array(stops, dtype=mx.int32)
+        y, states = delta.scan_chunks(*arrays, tokens, state, in_blocks=in_blocks)
+        mx.eval(y, states)
+        return y, states.reshape(len(rows), 2, *states.shape[1:]), state
+
+    everything = range(len(lengths))
+    y, states, after = scanned(everything, in_blocks=True)
+    by_token = scanned(everything, in_blocks=False)
+    for row in everything:
+        own = slice(los[row], los[row + 1])
+
+        def same_bits(others: tuple[mx.array, mx.array, mx.array], at: int, row: int = row, own: slice = own) -> bool:
+            pairs = (y[own], others[0][own]), (states[row], others[1][at]), (after[row], others[2][row])
+            return all(mx.array_equal(*pair) for pair in pairs)
+
+        goes_in_blocks = lengths[row] > FEW and mx.cuda.is_available()
+        assert same_bits(scanned([row], in_blocks=True), 0)
+        assert same_bits(by_token, row) != goes_in_blocks
+        if lengths[row]:
+            given = [double(array[own]) for array in tokens]
+            said, kept, stopped = layer_references.scan(*given, double(before)[row], lengths[row] // 3)
+            assert error(y[own], said) < TOLERANCE[dtype]
+            assert error(after[row], kept) < TOLERANCE[mx.float32]
+            assert error(states[row, 0], stopped) < TOLERANCE[mx.float32]
 
 
 @pytest.mark.parametrize("kernel_size", [4, 3, 2])

@@ -60,6 +60,12 @@ def test_blocks_of_hard_tokens(change: Callable[[Prepared], Prepared]) -> None:
         table_tests.test_states_are_precise_whatever_the_tokens_are(change, mx.bfloat16, True)
 
 
+@pytest.mark.parametrize("heads", [(1, 2, 64, 16), (1, 1, 64, 32), (1, 2, 64, 48), (1, 1, 128, 64)])
+def test_rows_of_few_tokens_go_token_by_token(heads: tuple[int, int, int, int]) -> None:
+    with emulation():
+        table_tests.test_rows_of_few_tokens_find_the_same_bits_in_any_company(heads, mx.bfloat16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "dtype"), [sort for sort in SORTS if sort[1] != mx.float32], ids=str)
 def test_blocks_of_heads_of_all_sizes(heads: tuple[int, int, int, int], dtype: mx.Dtype) -> None:

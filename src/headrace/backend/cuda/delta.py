@@ -31,6 +31,8 @@ _MOST_WARPS = 4
 """Warps of a block of threads there, besides the one that solves: a multiprocessor has room for two such blocks."""
 _WIDEST_KEY = 128
 """Most dimensions of a key there: a warp's state is in its registers."""
+LEAST_IN_BLOCKS = 128
+"""Rows of fewer tokens go token by token."""
 
 _TABLE = ("state", "raw", "stash_k", "stash_v", "stash_g", "stash_beta")
 _STEP = CudaKernel(
@@ -60,7 +62,8 @@ _SCAN = CudaKernel(
     ("chunks.cuh", "delta.cuh", "delta_scan.cuh"),
     ("plan", "stops", "q", "k", "v", "g", "beta", "state"),
     ("y", "state_at_stops"),
-    "delta_scan<T, HK, HV, DK, DV, N>(plan, stops, q, k, v, g, beta, const_cast<float*>(state), y, state_at_stops);",
+    "__shared__ ScanMemory<DK, N> memory; delta_scan<T, HK, HV, DK, DV, N>("
+    "plan, stops, q, k, v, g, beta, const_cast<float*>(state), y, state_at_stops, memory);",
 )
 
 
@@ -68,13 +71,13 @@ _SCAN = CudaKernel(
 def _blocks(head_k_dim: int, num_warps: int) -> CudaKernel:
     return CudaKernel(
         "delta_blocks",
-        ("chunks.cuh", "mma.cuh", "delta_blocks.cuh"),
+        ("chunks.cuh", "mma.cuh", "delta.cuh", "delta_scan.cuh", "delta_blocks.cuh"),
         ("plan", "stops", "q", "k", "v", "g", "beta", "state"),
         ("y", "state_at_stops"),
-        "delta_blocks<T, HK, HV, DK, DV, WARPS>("
+        "delta_blocks<T, HK, HV, DK, DV, WARPS, LEAST>("
         "plan, stops, q, k, v, g, beta, const_cast<float*>(state), y, state_at_stops);",
         shared_bytes=_block_bytes(head_k_dim, num_warps),
-        bounds=(32 * (num_warps + 1), 2),
+        bounds=(_block_threads(num_warps), 2),
     )
 
 
@@ -85,6 +88,10 @@ def _takes_blocks(head_k_dim: int, head_v_dim: int, dtype: mx.Dtype) -> bool:
 
 def _block_warps(head_v_dim: int) -> int:
     return next(number for number in range(_MOST_WARPS, 0, -1) if head_v_dim % (number * _WARP_CHANNELS) == 0)
+
+
+def _block_threads(num_warps: int) -> int:
+    return max(32 * (num_warps + 1), _THREADS)
 
 
 def _block_bytes(head_k_dim: int, num_warps: int) -> int:
@@ -166,14 +173,21 @@ def prepare_chunks(
 
 @or_ops(ops.scan_chunks)
 def scan_chunks(
-    plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array, *, in_blocks: bool = False
+    plan: mx.array,
+    stops: mx.array,
+    tokens: Prepared,
+    state: mx.array,
+    *,
+    in_blocks: bool = False,
+    least: int = LEAST_IN_BLOCKS,
 ) -> tuple[mx.array, mx.array]:
     """y `[T, Hv, Dv]` of packed tokens, and states `[num_stops, Hv, Dv, Dk]` after each stop.
 
     state: of a `DeltaTable`, written in place; nothing but the result says that the writing is done. Tokens may be the
     rows of a stash, one behind the other, with the keys for queries.
     plan, stops: as in `prepare_chunks`. Only for heads that `refusal` names no reason for.
-    in_blocks: heads that `_takes_blocks` go through the matrix units, 32 tokens at once. Else sums are those of `step`.
+    in_blocks: of heads that `_takes_blocks`, rows of `least` tokens or more go through the matrix units, 32 tokens at
+    once. All others go token by token.
     """
     q, k, v, g, beta = tokens
     (_, num_k_heads, head_k_dim), (_, num_v_heads, head_v_dim) = q.shape, v.shape
@@ -183,8 +197,8 @@ def scan_chunks(
     if in_blocks and _takes_blocks(head_k_dim, head_v_dim, q.dtype):
         num_warps = _block_warps(head_v_dim)
         blocks = head_v_dim // (num_warps * _WARP_CHANNELS), num_v_heads, plan.shape[0]
-        launch = _blocks(head_k_dim, num_warps)
-        y, states = launch(given, {**sizes, "WARPS": num_warps}, blocks, 32 * (num_warps + 1), found)
+        template = {**sizes, "WARPS": num_warps, "LEAST": least}
+        y, states = _blocks(head_k_dim, num_warps)(given, template, blocks, _block_threads(num_warps), found)
         return y, states
     per_thread = 2 if head_v_dim % (2 * _CHANNELS) == 0 and head_k_dim <= 128 else 1
     blocks = head_v_dim // (per_thread * _CHANNELS), num_v_heads, plan.shape[0]

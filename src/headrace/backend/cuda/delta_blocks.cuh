@@ -1,6 +1,8 @@
 // The scan of delta_scan.cuh for numbers of 16 bits, a block of tokens at once by the matrix units. Arguments as there; the
 // formulas and their names R, L and G are those of the chunked form in backend/delta_rule.py, with its chunk for our block.
 //
+// Which form a row takes depends on it alone: with fewer than LEAST tokens it goes token by token, with the sums of delta_scan.
+//
 // A block of threads does WARPS * 16 value channels of a head of a row. Each of WARPS warps holds its channels' state in
 // registers and goes through the blocks of tokens; the last warp solves the next block's triangular system meanwhile. What is of
 // float32 goes into the matrix units as two numbers of 16 bits, so that states are good to some 16 bits.
@@ -53,7 +55,6 @@ struct Halves {
 
   // two numbers below one another
   __device__ void put_below(int row, int column, Split<T> two) {
-#pragma unroll
     for (int i = 0; i < 2; i++) high[row + i][column].bits = two.high >> i * 16, low[row + i][column].bits = two.low >> i * 16;
   }
 };
@@ -111,7 +112,7 @@ struct Ends {
   }
 };
 
-template <typename T, int HK, int HV, int DK, int DV, int WARPS>
+template <typename T, int HK, int HV, int DK, int DV, int WARPS, int LEAST>
 __device__ void delta_blocks(const int* plan, const int* stops, const T* q, const T* k, const T* v, const float* g,
                              const float* beta, float* state, T* y, float* state_at_stops) {
   constexpr int CHANNELS = WARPS * 16, THREADS = (WARPS + 1) * 32, TILES = BLOCK / 8, STEPS = BLOCK / 16;
@@ -120,6 +121,15 @@ __device__ void delta_blocks(const int* plan, const int* stops, const T* q, cons
   Memory& memory = *reinterpret_cast<Memory*>(staged);
   const Chunk chunk(plan, blockIdx.z);
   if (chunk.is_padding()) return;
+  if (chunk.num_tokens < LEAST) {
+    using Scan = ScanMemory<DK, WARPS>;
+    static_assert(sizeof(Scan) <= sizeof(Memory) && WARPS * SCAN_CHANNELS == CHANNELS, "other channels or more memory");
+    if (threadIdx.x < SCAN_THREADS)
+      delta_scan<T, HK, HV, DK, DV, WARPS>(plan, stops, q, k, v, g, beta, state, y, state_at_stops,
+                                           *reinterpret_cast<Scan*>(staged));
+    return;
+  }
+  if (threadIdx.x >= THREADS) return;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, r = lane / 4, t = lane % 4;
   const int hv = blockIdx.y, hk = hv / (HV / HK), first = blockIdx.x * CHANNELS;
   const long row = chunk.lo;
@@ -197,8 +207,8 @@ __device__ void delta_blocks(const int* plan, const int* stops, const T* q, cons
           else to.inverse.put(token, earlier, {a, b});
         }
     __syncwarp();
-    // The blocks on the diagonal, each by half of the lanes with a column each. The one below them, A, is there already in the
-    // place of its inverse, -R' A R of the blocks' inverses R and R'.
+    // The blocks on the diagonal, each by half of the lanes with a column each. The one below them, A, is there already, in
+    // place of which comes -R' A R of the two inverses R and R'.
     const int half = lane / 16, column = lane % 16;
     float inverse[16];
 #pragma unroll
@@ -210,25 +220,24 @@ __device__ void delta_blocks(const int* plan, const int* stops, const T* q, cons
 #pragma unroll
     for (int i = 0; i < 16; i += 2) to.inverse.put_below(half * 16 + i, lane, {inverse[i], inverse[i + 1]});
     __syncwarp();
-    unsigned second[2][4], below[2][4], first_one[2][4];  // high and low
+    unsigned upper[2][4], below[2][4], lower[2][4];  // R, A and R', high and low
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      auto& by = i ? to.inverse.low : to.inverse.high;
-      load_tiles(second[i], &by[16 + lane % 16][16 + lane / 16 * 8]);
-      load_columns(below[i], &by[16 + lane % 16][lane / 16 * 8]);
-      load_columns(first_one[i], &by[lane % 16][lane / 16 * 8]);
+      auto& from = i ? to.inverse.low : to.inverse.high;
+      load_tiles(lower[i], &from[16 + lane % 16][16 + lane / 16 * 8]);
+      load_columns(below[i], &from[16 + lane % 16][lane / 16 * 8]);
+      load_columns(upper[i], &from[lane % 16][lane / 16 * 8]);
     }
     float product[2][4] = {}, found[2][4] = {};
 #pragma unroll
     for (int i = 0; i < 3; i++)
 #pragma unroll
       for (int n = 0; n < 2; n++)
-        multiply(product[n], second[i == 1], below[i == 2][n * 2], below[i == 2][n * 2 + 1], T());
+        multiply(product[n], lower[i == 1], below[i == 2][n * 2], below[i == 2][n * 2 + 1], T());
     const Left<T> left(product[0], product[1]);
-#pragma unroll
     for (int n = 0; n < 2; n++) {
-      left.times(found[n], first_one[0][n * 2], first_one[0][n * 2 + 1]);
-      multiply(found[n], left.high, first_one[1][n * 2], first_one[1][n * 2 + 1], T());
+      left.times(found[n], upper[0][n * 2], upper[0][n * 2 + 1]);
+      multiply(found[n], left.high, upper[1][n * 2], upper[1][n * 2 + 1], T());
     }
     __syncwarp();  // A is read
 #pragma unroll

@@ -76,7 +76,7 @@ def _prepare(
 
 
 def scan_chunks(
-    plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array, *, in_blocks: bool = False
+    plan: mx.array, stops: mx.array, tokens: Prepared, state: mx.array, *, in_blocks: bool = False, least: int = 0
 ) -> tuple[mx.array, mx.array]:
     rows: Rows = plan.tolist()  # type: ignore[assignment]
     ends: list[int] = stops.tolist()  # type: ignore[assignment]

@@ -3,20 +3,30 @@
 // Out: y [T, HV, DV], state_at_stops [S, HV, DV, DK].
 // Tokens are staged through shared memory, a stage ahead of the one that is computed.
 
-// A block does N * CHANNELS channels of one value head of one row, CHANNELS apart those of a thread.
+// SCAN_THREADS threads do N * SCAN_CHANNELS channels of one value head of one row, SCAN_CHANNELS apart those of a thread.
 
-constexpr int THREADS = 128;
-constexpr int CHANNELS = THREADS / LANES;
+constexpr int SCAN_THREADS = 128;
+constexpr int SCAN_CHANNELS = SCAN_THREADS / LANES;
+
+template <int DK, int N>
+struct ScanMemory {
+  static constexpr int STAGE = 1024 / DK, VALUES = STAGE * N * SCAN_CHANNELS;  // tokens of a stage, and their values
+  alignas(16) float sk[2][STAGE * DK], sq[2][STAGE * DK];
+  float sv[2][VALUES], sy[2][VALUES], sg[2][STAGE], sb[2][STAGE], skq[2][STAGE];
+};
 
 template <typename T, int HK, int HV, int DK, int DV, int N>
 __device__ void delta_scan(const int* plan, const int* stops, const T* q, const T* k, const T* v, const float* g,
-                           const float* beta, float* state, T* y, float* state_at_stops) {
-  constexpr int STAGE = 1024 / DK;           // tokens of a stage
+                           const float* beta, float* state, T* y, float* state_at_stops,
+                           ScanMemory<DK, N>& memory) {
+  using Memory = ScanMemory<DK, N>;
+  constexpr int THREADS = SCAN_THREADS, CHANNELS = SCAN_CHANNELS, STAGE = Memory::STAGE, VALUES = Memory::VALUES;
   constexpr int SHARE = STAGE * DK / THREADS;  // elements of k that a thread brings in: all of one token
   constexpr int SHARERS = DK / SHARE;        // threads of a token
-  constexpr int WIDE = N * CHANNELS, VALUES = STAGE * WIDE;
-  __shared__ __align__(16) float sk[2][STAGE * DK], sq[2][STAGE * DK];
-  __shared__ float sv[2][VALUES], sy[2][VALUES], sg[2][STAGE], sb[2][STAGE], skq[2][STAGE];
+  constexpr int WIDE = N * CHANNELS;
+  auto &sk = memory.sk, &sq = memory.sq;
+  auto &sv = memory.sv, &sy = memory.sy;
+  auto &sg = memory.sg, &sb = memory.sb, &skq = memory.skq;
   const int tid = threadIdx.x, lane = tid % LANES, channel = tid / LANES;
   const int first = blockIdx.x * WIDE, hv = blockIdx.y, hk = hv / (HV / HK);
   const Chunk chunk(plan, blockIdx.z);
