@@ -18,6 +18,8 @@ from models import tiny, tiny_fused
 from models.mixed_steps import MixedSteps
 
 from headrace.backend import blas
+from headrace.backend.cuda import delta
+from headrace.backend.cuda.shapes import Prepared
 from headrace.backend.kernels import Kernels
 from headrace.backend.operations import operations
 from headrace.models import compiled
@@ -376,6 +378,29 @@ def test_rows_that_join_and_leave_need_no_new_form() -> None:
             state.release()
     assert counts[0] > 0
     assert counts[1] == 0
+
+
+def test_prompts_are_scanned_in_blocks_and_drafts_settled_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, list[bool]] = {"prompt": [], "drafts": []}
+    scan = delta.scan_chunks
+
+    def recorded(plan: mx.array, stops: mx.array, tokens: Prepared, *others: Any, **options: Any) -> Any:
+        given["drafts" if tokens.q is tokens.k else "prompt"].append(options.get("in_blocks", False))
+        return scan(plan, stops, tokens, *others, **options)
+
+    state, packed = SequenceState(StatePool(4096, 4)), pack(build("qwen3_5"), tiny_fused.KERNELS)
+    monkeypatch.setattr(delta, "scan_chunks", recorded)
+    # a prompt, a window of which two drafts are right, and more of the prompt
+    for num_tokens, num_certain, num_right in ((20, 20, 20), (4, 1, 3), (20, 20, 20)):
+        state.begin(num_tokens, num_certain)
+        start = state.length
+        logits = packed.forward([Row(state, SENTENCES[0][start : start + num_tokens])], range(num_tokens))
+        mx.eval(logits, state.arrays())
+        state.commit(num_right)
+        assert fused("qwen3_5").off(0, start, logits) < TOLERANCE
+    assert given["prompt"] and all(given["prompt"])
+    # replays are compiled once on a GPU
+    assert (given["drafts"] or mx.cuda.is_available()) and not any(given["drafts"])
 
 
 @pytest.mark.parametrize(("num_tokens", "are_rotated_before"), [(1, False), (8, False), (9, True), (16, True)])

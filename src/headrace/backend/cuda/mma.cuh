@@ -6,7 +6,7 @@ __device__ unsigned pair(T a, T b) {
   return *reinterpret_cast<unsigned*>(&two);
 }
 
-// A single conversion of one number takes four times as long as one of two.
+// Two numbers in one instruction (F2FP): those of one number can become F2F, which fewer units do.
 __device__ unsigned packed(float a, float b, bfloat16) {
   unsigned two;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(b), "f"(a));

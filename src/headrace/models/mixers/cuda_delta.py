@@ -126,7 +126,7 @@ class CudaDeltaMixer(nn.Module):
         tokens, contexts = delta.prepare_chunks(
             self._shape, self._weights, plan, stops, inputs.max_tokens, projected, table
         )
-        y, states = delta.scan_chunks(plan, stops, tokens, table.state)
+        y, states = delta.scan_chunks(plan, stops, tokens, table.state, in_blocks=True)
         y = delta.gated_norm(self._shape, self._weights, y, projected)
         return self._out(y, residual), (states, contexts)
 
