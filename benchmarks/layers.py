@@ -160,7 +160,8 @@ def _scan(sizes: LayerSizes, num_rows: int, num_tokens: int, form: str) -> Case:
 
     def step(v: mx.array, _: int) -> list[mx.array]:
         # the state continues from call to call; the first one's result is compared
-        return list(delta.scan_chunks(plan, stops, tokens._replace(v=v), table.state, in_blocks=form == "blocks"))[:1]
+        given = tokens._replace(v=v)
+        return list(delta.scan_chunks(plan, stops, given, table.state, in_blocks=form == "blocks", least=1))[:1]
 
     return case_of(
         "delta.scan_chunks",
