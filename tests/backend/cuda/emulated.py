@@ -38,6 +38,7 @@ _STATEMENTS = {
     r'asm\("cvt\.f32\.f16.*?\);\n': "x = of_float16(bits);\n",
     r'asm\("cvt\.rn\.bf16x2.*?\);\n': "two = to_bfloat16(a) | to_bfloat16(b) << 16;\n",
     r'asm\("cvt\.rn\.f16x2.*?\);\n': "two = to_float16(a) | to_float16(b) << 16;\n",
+    r'asm\("rcp\.approx.*?\);\n': "inverse = 1.0f / divisor;\n",
     r'asm\("fma\.rn\.(bf|f)16x2.*?"r"\(large\), "r"\((\w+)\), "r"\((\w+)\)\);': r"found = fused<'\1'>(large, \2, \3);",
     r'asm volatile\("mma\.sync\S*\.f32\.(bf|f)16\..*?\);\n': r"multiplied<'\1'>(c, a, b0, b1);" + "\n",
     r'asm volatile\("ldmatrix\S*\.x4\.shared.*?\);\n': "tiles_loaded<false>(to, row);\n",

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from backend.cuda import test_activations as activation_tests
 from backend.cuda import test_attention as attention_tests
 from backend.cuda import test_delta_table as table_tests
 from backend.cuda import test_matmul as matmul_tests
+from backend.cuda import test_norm as norm_tests
 from backend.cuda import test_put as put_tests
 from backend.cuda.emulated import emulation
 from backend.cuda.test_delta import HEADS, SORTS
@@ -78,6 +81,26 @@ def test_blocks_of_heads_of_all_sizes(heads: tuple[int, int, int, int], dtype: m
 def test_layers_of_odd_widths(kernel_size: int) -> None:
     with emulation():
         table_tests.test_steps_and_chunks_leave_what_the_other_goes_on_from(mx.bfloat16, kernel_size)
+
+
+def test_numbers_are_rounded_and_activated() -> None:
+    with emulation():
+        activation_tests.test_several_numbers_get_the_bits_that_each_gets_alone()
+        activation_tests.test_numbers_are_rounded_as_the_library_rounds_them(mx.bfloat16)
+        for gate in (-np.inf, -1000.0, -88.5, -64.5, 64.5, np.inf, np.nan):
+            activation_tests.test_gates_at_the_ends_of_the_range_leave_others_as_they_are(gate, 8)
+
+
+@pytest.mark.parametrize("shape", activation_tests.SHAPES, ids=str)
+def test_gates_of_widths_of_all_kinds(shape: tuple[int, int, int]) -> None:
+    with emulation():
+        activation_tests.test_gates_are_the_first_half(shape, mx.bfloat16)
+
+
+def test_sums_are_normed() -> None:
+    with emulation():
+        for width in (96, 1001, 2560):
+            norm_tests.test_the_sum_is_rounded_and_then_normed(width, mx.bfloat16)
 
 
 @pytest.mark.parametrize("case", ["keys of one slot", "odd widths", "more runs than blocks"])

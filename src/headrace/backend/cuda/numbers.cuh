@@ -25,6 +25,35 @@ __device__ float rounded(float x) {
   return static_cast<float>(static_cast<T>(x));
 }
 
+// A conversion of one number runs at a quarter of the rate of one of two, of which the upper one is where a float has it.
+template <>
+__device__ float rounded<bfloat16>(float b) {
+  const float a = 0;
+  unsigned two;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(b), "f"(a));
+  return __uint_as_float(two);
+}
+
+template <typename T>
+constexpr bool IS_BFLOAT = false;
+template <>
+constexpr bool IS_BFLOAT<bfloat16> = true;
+
+// N neighbours, read and written at once.
+template <typename T, int N>
+struct alignas(N * sizeof(T)) Some {
+  T of[N];
+
+  __device__ float operator[](int i) const {
+    if constexpr (IS_BFLOAT<T> && N % 2 == 0) {
+      const unsigned two = reinterpret_cast<const unsigned*>(of)[i / 2];
+      return __uint_as_float(i % 2 ? two & 0xffff0000u : two << 16);
+    } else {
+      return static_cast<float>(of[i]);
+    }
+  }
+};
+
 // A sum that is rounded before residual[at], if there is one, is added to it.
 template <typename T>
 __device__ T with_residual(float sum, const T* residual, long at) {
@@ -34,6 +63,31 @@ __device__ T with_residual(float sum, const T* residual, long at) {
 __device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 __device__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+// The same of several numbers. Each division has a branch for numbers near the ends of the range, and nothing is moved
+// across it; here one branch is for all. The quotient is the division's: of a reciprocal one step of Newton's, and the
+// remainder, negative, so that zeros keep their sign. Where the number is tiny, the divisor is 2.
+template <int N>
+__device__ void silu(float (&x)[N]) {
+  constexpr float SAFE = 64.0f;
+  float found[N], largest = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const float divisor = 1.0f + expf(-x[i]);
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(divisor));
+    inverse = __fmaf_rn(inverse, __fmaf_rn(-divisor, inverse, 1.0f), inverse);
+    const float quotient = __fmul_rn(x[i], inverse);
+    found[i] = __fmaf_rn(-inverse, __fmaf_rn(divisor, quotient, -x[i]), quotient);
+    largest = fmaxf(largest, fabsf(x[i]));
+  }
+  if (!(largest <= SAFE)) {
+#pragma unroll
+    for (int i = 0; i < N; i++) found[i] = silu(x[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = found[i];
+}
 
 // silu(gate) · value, each rounded before.
 template <typename T>
@@ -49,6 +103,17 @@ __device__ float sum_over(float x) {
 #pragma unroll
   for (int offset = WIDTH / 2; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
   return x;
+}
+
+// The same sum as sum_over<32>, bit by bit, by lanes that have N neighbours of those 32 numbers each: it is of 32 / N lanes.
+template <int N>
+__device__ float sum_of_neighbours(float (&x)[N]) {
+  static_assert(N <= 2, "the last step is that between a lane's own");
+#pragma unroll
+  for (int offset = 16 / N; offset; offset /= 2)
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] += __shfl_xor_sync(~0u, x[i], offset);
+  return N == 1 ? x[0] : x[0] + x[N - 1];
 }
 
 // exp(-exp(A) softplus(a + dt))

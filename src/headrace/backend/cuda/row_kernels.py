@@ -10,8 +10,12 @@ from headrace.backend.cuda import ops
 from headrace.backend.cuda.kernel import CudaKernel, or_ops, scratch
 
 _THREADS = 256
+_VECTOR_BYTES = 16
+"""The most that a thread reads at once."""
 
-_SWIGLU = CudaKernel("swiglu", ("swiglu.cuh",), ("projected",), ("out",), "swiglu<T, WIDTH>(projected, out);")
+_SWIGLU_THREADS = 128
+"""For rows of some thousands: the last block of a row is seldom full."""
+_SWIGLU = CudaKernel("swiglu", ("swiglu.cuh",), ("projected",), ("out",), "swiglu<T, WIDTH, EACH>(projected, out);")
 
 
 @or_ops(ops.swiglu)
@@ -19,19 +23,18 @@ def swiglu(projected: mx.array) -> mx.array:
     """Gates and values side by side `[…, 2 · width]` give silu(gate) · value, `[…, width]`."""
     *rows, both = projected.shape
     num_rows, width = projected.size // both, both // 2
+    each = gcd(width, _VECTOR_BYTES // projected.itemsize)
     (out,) = _SWIGLU(
         (projected,),
-        {"T": projected.dtype, "WIDTH": width},
-        (-(-width // ((1 if width % 2 else 2) * _THREADS)), num_rows, 1),
-        _THREADS,
+        {"T": projected.dtype, "WIDTH": width, "EACH": each},
+        (-(-width // (each * _SWIGLU_THREADS)), num_rows, 1),
+        _SWIGLU_THREADS,
         (((*rows, width), projected.dtype),),
     )
     return out
 
 
 _MOST_THREADS = 1024
-_VECTOR_BYTES = 16
-"""The most that a thread reads at once."""
 
 _SUM_NORM = CudaKernel(
     "sum_norm",

@@ -3,27 +3,28 @@
 
 template <typename T, int WIDTH, int THREADS, int VECTOR>
 __device__ void sum_norm(const T* x, const T* y, const T* weight, float eps, T* sum, T* normed) {
-  struct alignas(VECTOR * sizeof(T)) Vector { T of[VECTOR]; };
+  using Vector = Some<T, VECTOR>;
   constexpr int NUM_VECTORS = WIDTH / VECTOR, PER_THREAD = (NUM_VECTORS + THREADS - 1) / THREADS;
   __shared__ float sums[THREADS / 32];
   const long row = static_cast<long>(blockIdx.x) * NUM_VECTORS;
   const int lane = threadIdx.x % 32;
-  Vector kept[PER_THREAD], by[PER_THREAD];
+  Vector by[PER_THREAD];
+  float kept[PER_THREAD][VECTOR];
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
     const int at = i * THREADS + threadIdx.x;
     if (at >= NUM_VECTORS) break;
-    kept[i] = reinterpret_cast<const Vector*>(x)[row + at];
-    const Vector added = reinterpret_cast<const Vector*>(y)[row + at];
+    const Vector own = reinterpret_cast<const Vector*>(x)[row + at], added = reinterpret_cast<const Vector*>(y)[row + at];
     by[i] = reinterpret_cast<const Vector*>(weight)[at];
+    Vector found;
 #pragma unroll
     for (int j = 0; j < VECTOR; j++) {
-      kept[i].of[j] = static_cast<T>(static_cast<float>(kept[i].of[j]) + static_cast<float>(added.of[j]));
-      const float number = static_cast<float>(kept[i].of[j]);
-      squares += number * number;
+      kept[i][j] = rounded<T>(own[j] + added[j]);
+      found.of[j] = static_cast<T>(kept[i][j]);
+      squares += kept[i][j] * kept[i][j];
     }
-    reinterpret_cast<Vector*>(sum)[row + at] = kept[i];
+    reinterpret_cast<Vector*>(sum)[row + at] = found;
   }
   squares = sum_over<32>(squares);
   if (lane == 0) sums[threadIdx.x / 32] = squares;
@@ -33,11 +34,9 @@ __device__ void sum_norm(const T* x, const T* y, const T* weight, float eps, T* 
   for (int i = 0; i < PER_THREAD; i++) {
     const int at = i * THREADS + threadIdx.x;
     if (at >= NUM_VECTORS) break;
+    Vector found;
 #pragma unroll
-    for (int j = 0; j < VECTOR; j++) {
-      const float number = rounded<T>(static_cast<float>(kept[i].of[j]) * scale);
-      kept[i].of[j] = static_cast<T>(number * static_cast<float>(by[i].of[j]));
-    }
-    reinterpret_cast<Vector*>(normed)[row + at] = kept[i];
+    for (int j = 0; j < VECTOR; j++) found.of[j] = static_cast<T>(rounded<T>(kept[i][j] * scale) * by[i][j]);
+    reinterpret_cast<Vector*>(normed)[row + at] = found;
   }
 }
