@@ -10,6 +10,7 @@ from backend.cuda.references import TOLERANCE, error
 from benchmarks import references as layer_references
 from benchmarks.references import double
 from headrace.backend.cuda import delta
+from headrace.backend.cuda.kernel import CudaKernel
 from headrace.backend.cuda.shapes import DeltaShape, DeltaWeights, Prepared, Stash
 from headrace.backend.gated_delta import replay_and_scan, scan
 
@@ -107,6 +108,34 @@ def test_the_norm_of_the_output_is_gated(heads: tuple[int, int, int, int], dtype
     got = delta.gated_norm(shape, weights, y, projected)
     assert got.dtype == dtype
     assert error(got, layer_references.gated_norm(shape, weights, double(y), double(projected)[0])) < TOLERANCE[dtype]
+
+
+NORM_OF_A_STEP = CudaKernel(
+    "norm_of_a_step",
+    ("gated_norm.cuh",),
+    ("y", "projected", "weight", "eps"),
+    ("out",),
+    "const int at = blockIdx.x * DV; const T* z = projected + blockIdx.x / HV * WIDTH + Z_AT + blockIdx.x % HV * DV;"
+    "norm_head<DV>(y + at, weight, eps[0], [&](int d) { return silu(static_cast<float>(z[d])); }, out + at);",
+)
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="there are only the kernels' sources to compare")
+@pytest.mark.parametrize("kernel_size", [4, 3])
+@pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
+def test_the_norm_has_the_bits_of_a_steps(heads: tuple[int, int, int, int], dtype: mx.Dtype, kernel_size: int) -> None:
+    shape, drawn = shape_of(*heads, kernel_size), Numbers(4, dtype)
+    weights, projected = drawn.weights(shape), drawn(1, 5, shape.width)
+    y = drawn(5, shape.num_v_heads, shape.head_v_dim)
+    sizes = {"HV": shape.num_v_heads, "DV": shape.head_v_dim, "WIDTH": shape.width, "Z_AT": shape.z_at}
+    (wanted,) = NORM_OF_A_STEP(
+        (y, projected, weights.norm, weights.eps),
+        {"T": dtype, **sizes},
+        (5 * shape.num_v_heads, 1, 1),
+        32,
+        (((1, 5, shape.value_dim), dtype),),
+    )
+    assert mx.array_equal(delta.gated_norm(shape, weights, y, projected), wanted)
 
 
 def test_heads_that_the_kernels_can_not_do_are_named() -> None:

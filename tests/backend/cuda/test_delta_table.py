@@ -116,6 +116,13 @@ CHUNKS = {
         (1, 1, 4, 3, 6, 7, ()),
         (33, 33, 5, 1, 3, 2, (0, 1, 2, 30, 33)),
     ],
+    "lengths about those of groups": [
+        (4, 4, 3, 0, 0, 1, (3, 4)),
+        (5, 3, 0, 1, -1, 2, (2,)),
+        (31, 31, 5, 2, 4, 5, (31,)),
+        (33, 32, 4, 3, 6, 7, (4, 32)),
+        (7, 1, 0, 4, -1, 9, (0, 1)),
+    ],
     "uncertain tokens": [(9, 2, 4, 1, 2, 3, (0,)), (65, 60, 3, 0, 0, 1, (5, 60)), (4, 3, 3, 2, 4, 5, ())],
     "a row's first tokens": [(2, 1, 0, 1, -1, 2, ()), (40, 40, 0, 4, -1, 9, (0, 2, 39))],
     "states copied out, and padding": [
@@ -178,6 +185,29 @@ def test_chunks_go_on_from_slots_and_leave_them_there(
                 assert mx.array_equal(array[new, :num_uncertain], prepared[lo + num_certain : lo + num_tokens])
     real = [row for row in plan if row[1]]
     before.check_untouched(table, {row[4] for row in real}, {row[6] for row in real})
+
+
+@pytest.mark.parametrize("kernel_size", [4, 3])
+@pytest.mark.parametrize(("heads", "dtype"), SORTS, ids=str)
+def test_steps_and_chunks_make_the_same_bits_of_a_token(
+    heads: tuple[int, int, int, int], dtype: mx.Dtype, kernel_size: int
+) -> None:
+    shape, drawn = shape_of(*heads, kernel_size), Numbers(6, dtype)
+    weights, projected = drawn.weights(shape), drawn(1, 9, shape.width)
+    by_step, by_chunk = (table_of(shape, Numbers(7, dtype)) for _ in range(2))
+    # a row with 7 uncertain tokens, which both leave in the stash, and one of a certain token
+    out = delta.step(shape, weights, table_plan((0, 8, 1, 0, 3, 1, 2, 3), (8, 1, 1, 0, 3, 2, 5, 4)), projected, by_step)
+    plan = table_plan((0, 8, 1, 3, 1, 2, 3, 0, 0), (8, 1, 1, 3, 2, 5, 4, 0, 0))
+    tokens, _ = delta.prepare_chunks(shape, weights, plan, mx.array([0]), 8, projected, by_chunk)
+    y, _ = delta.scan_chunks(plan, mx.array([0]), tokens, by_chunk.state)
+    mx.eval(out, y)
+    assert mx.array_equal(by_step.state, by_chunk.state)
+    for array, other in zip(by_step.stash, by_chunk.stash, strict=True):
+        assert mx.array_equal(array[3], other[3])
+
+
+def table_plan(*rows: tuple[int, ...]) -> mx.array:
+    return mx.array(rows, dtype=mx.int32)
 
 
 def gates_that_hardly_decay(tokens: Prepared) -> Prepared:

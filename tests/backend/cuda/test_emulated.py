@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from backend.cuda import test_activations as activation_tests
 from backend.cuda import test_attention as attention_tests
+from backend.cuda import test_delta as delta_tests
 from backend.cuda import test_delta_table as table_tests
 from backend.cuda import test_matmul as matmul_tests
 from backend.cuda import test_norm as norm_tests
@@ -75,6 +76,22 @@ def test_blocks_of_heads_of_all_sizes(heads: tuple[int, int, int, int], dtype: m
     with emulation():
         for case in table_tests.CHUNKS:
             table_tests.test_chunks_go_on_from_slots_and_leave_them_there(case, heads, dtype, True)
+
+
+FULL_AND_NOT = [(HEADS[1], mx.bfloat16), (HEADS[5], mx.bfloat16)]
+"""Heads that fill a warp's lanes, and heads that leave some without a channel."""
+OTHERS = [pytest.param(*sort, marks=pytest.mark.slow) for sort in SORTS if sort not in FULL_AND_NOT]
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [*FULL_AND_NOT, *OTHERS], ids=str)
+def test_parts_of_layers_of_all_sizes(heads: tuple[int, int, int, int], dtype: mx.Dtype) -> None:
+    with emulation():
+        case = "lengths about those of groups"
+        table_tests.test_chunks_go_on_from_slots_and_leave_them_there(case, heads, dtype, False)
+        for kernel_size in (4, 3):
+            table_tests.test_steps_and_chunks_make_the_same_bits_of_a_token(heads, dtype, kernel_size)
+            delta_tests.test_the_norm_has_the_bits_of_a_steps(heads, dtype, kernel_size)
+        delta_tests.test_the_norm_of_the_output_is_gated(heads, dtype)
 
 
 @pytest.mark.parametrize("kernel_size", [3, pytest.param(2, marks=pytest.mark.slow)])

@@ -22,7 +22,7 @@ _MOST_SLICES = 4
 """Most channels that share threads."""
 _PREPARED_TOKENS = 64
 """Tokens whose inputs a block prepares."""
-_NORM_THREADS = 256
+_NORM_THREADS = 128
 
 _BLOCK = 32
 """Tokens of a block of delta_blocks.cuh."""
@@ -47,16 +47,6 @@ _STEP = CudaKernel(
     # 8 rows of 32 value heads, at which a GPU of 132 multiprocessors works at once
     bounds=(_LANES * _WIDEST, 2),
 )
-_PREPARE = CudaKernel(
-    "delta_prepare_chunks",
-    ("chunks.cuh", "stash.cuh", "delta_prepare.cuh"),
-    ("plan", "stops", "projected", "weight", "a_log", "dt_bias", *_TABLE[1:]),
-    ("q", "k", "v", "g", "beta", "raw_at_stops"),
-    "delta_prepare<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT, TOKENS, LONGEST>("
-    "plan, stops, projected, weight, a_log, dt_bias, const_cast<T*>(raw), "
-    "Stash<T>{const_cast<T*>(stash_k), const_cast<T*>(stash_v), const_cast<float*>(stash_g), "
-    "const_cast<float*>(stash_beta)}, q, k, v, g, beta, raw_at_stops);",
-)
 _SCAN = CudaKernel(
     "delta_scan_chunks",
     ("chunks.cuh", "delta.cuh", "delta_scan.cuh"),
@@ -65,6 +55,22 @@ _SCAN = CudaKernel(
     "__shared__ ScanMemory<DK, N> memory; delta_scan<T, HK, HV, DK, DV, N>("
     "plan, stops, q, k, v, g, beta, const_cast<float*>(state), y, state_at_stops, memory);",
 )
+
+
+@cache
+def _prepare(num_blocks: int) -> CudaKernel:
+    """num_blocks: that a multiprocessor is to have room for."""
+    return CudaKernel(
+        "delta_prepare_chunks",
+        ("chunks.cuh", "stash.cuh", "delta_prepare.cuh"),
+        ("plan", "stops", "projected", "weight", "a_log", "dt_bias", *_TABLE[1:]),
+        ("q", "k", "v", "g", "beta", "raw_at_stops"),
+        "delta_prepare<T, HK, HV, DK, DV, KERNEL, WIDTH, B_AT, A_AT, TOKENS, LONGEST>("
+        "plan, stops, projected, weight, a_log, dt_bias, const_cast<T*>(raw), "
+        "Stash<T>{const_cast<T*>(stash_k), const_cast<T*>(stash_v), const_cast<float*>(stash_g), "
+        "const_cast<float*>(stash_beta)}, q, k, v, g, beta, raw_at_stops);",
+        bounds=(_THREADS, num_blocks),
+    )
 
 
 @cache
@@ -158,7 +164,9 @@ def prepare_chunks(
     num_tokens = projected.shape[1]
     keys = ((num_tokens, shape.num_k_heads, shape.head_k_dim), projected.dtype)
     gates = ((num_tokens, shape.num_v_heads), mx.float32)
-    *found, raw = _PREPARE(
+    # of narrow heads half of its threads, of others as many as their registers allow
+    num_blocks = 8 if max(shape.head_k_dim, shape.head_v_dim) * projected.itemsize <= 256 else 2
+    *found, raw = _prepare(num_blocks)(
         (plan, stops, projected, *weights[:3], *table[1:]),
         {**_template(shape, projected), "TOKENS": _PREPARED_TOKENS, "LONGEST": LONGEST_WINDOW},
         (max(1, -(-longest // _PREPARED_TOKENS)), 2 * shape.num_k_heads + shape.num_v_heads, plan.shape[0]),
@@ -210,7 +218,8 @@ def scan_chunks(
 def gated_norm(shape: DeltaShape, weights: DeltaWeights, y: mx.array, projected: mx.array) -> mx.array:
     """y `[T, Hv, Dv]`, normed by head, times silu of z; `[1, T, Hv · Dv]`."""
     num_tokens = y.shape[0]
-    heads_of_block = _NORM_THREADS // 32
+    # 16 threads read pairs of a head's numbers, which lie at places of their size where the width is even
+    heads_of_block = _NORM_THREADS // (32 if shape.width % 2 else 16)
     (out,) = _NORM(
         (y, projected, weights.norm, weights.eps),
         {name: value for name, value in _template(shape, projected).items() if name in ("T", "HV", "DV", "WIDTH")}
