@@ -147,7 +147,9 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
     for levels, with_kernels, note in (*fused, *others):
         packed = PackedModel(model, levels, with_kernels)
         check_cancelled()
-        packed.kernels = replace(with_kernels, attention_pairs=0)  # so that the first chunk is computed like longer ones
+        packed.kernels = replace(
+            with_kernels, attention_pairs=0
+        )  # so that the first chunk is computed like longer ones
         try:
             margin = compare(packed, reference)
         except ModelError as error:

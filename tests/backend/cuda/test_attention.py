@@ -14,7 +14,7 @@ from benchmarks.references import Float64, double
 from headrace.backend import blas
 from headrace.backend.cuda import attention
 from headrace.backend.cuda.kernel import CudaKernel
-from headrace.backend.cuda.shapes import HeadShape, ProjectedHeads, Projection
+from headrace.backend.cuda.shapes import MANY_TOKENS, HeadShape, ProjectedHeads, Projection
 
 pytestmark = pytest.mark.gpu
 
@@ -58,8 +58,9 @@ def plan_of(window: int, first: int, rows: tuple[tuple[int, ...], ...] = PLAN) -
     return [(*row, SLABS[row[3]][1], window, first) for row in rows]
 
 
+@pytest.mark.parametrize("many_tokens", [MANY_TOKENS, 1])
 @pytest.mark.parametrize("sort", SORTS)
-def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
+def test_rows_find_what_they_see_in_their_slots(sort: str, many_tokens: int) -> None:
     shape, dtype, window, has_sinks, is_gated, first = SORTS[sort]
     if mx.cuda.is_available() and attention.refusal(shape, dtype) is not None:
         pytest.skip("not a type that the kernels do")
@@ -81,6 +82,7 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
             mx.array([scale]),
             sinks,
             (projected, layout) if is_gated else None,
+            many_tokens,
         )
         for _ in range(2)
     ]
@@ -101,7 +103,9 @@ def test_rows_find_what_they_see_in_their_slots(sort: str) -> None:
     more = mx.concatenate([mx.array(plan, dtype=mx.int32), mx.zeros((3, 8), mx.int32)])
     queries, projected = (mx.concatenate([x, x[..., :2, :]], axis=-2) for x in (queries.swapaxes(0, 1), projected))
     gates = (projected, layout) if is_gated else None
-    filled = attention.attend(shape, more, most, queries.swapaxes(0, 1), slabs, mx.array([scale]), sinks, gates)
+    filled = attention.attend(
+        shape, more, most, queries.swapaxes(0, 1), slabs, mx.array([scale]), sinks, gates, many_tokens
+    )
     assert filled.shape[1] == NUM_TOKENS + 2 and error(filled[:, :NUM_TOKENS], wanted) < TOLERANCE[dtype]
 
 
@@ -276,11 +280,11 @@ COMPANY_FORMS = [
     (HeadShape(8, 2, 128), mx.bfloat16, 0),
     (HeadShape(4, 1, 256), mx.bfloat16, 0),
 ]
-MOST_TOKENS = [8, 64]
-"""Of a row: of windows, and of prompts' chunks."""
+WINDOW, CHUNK = 8, 64
+"""Most tokens of a row."""
 
 
-@pytest.mark.parametrize("most", MOST_TOKENS)
+@pytest.mark.parametrize("most", [WINDOW, CHUNK])
 @pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
 def test_a_row_finds_the_same_bits_in_any_company(shape: HeadShape, dtype: mx.Dtype, window: int, most: int) -> None:
     slabs, scale, plan = slabs_of(shape, dtype), mx.array([0.125]), plan_of(window, 1, COMPANY)
@@ -288,21 +292,21 @@ def test_a_row_finds_the_same_bits_in_any_company(shape: HeadShape, dtype: mx.Dt
 
     def found(rows: list[tuple[int, ...]], most: int, own: mx.array = queries, num_added: int = 1) -> mx.array:
         table = mx.array([*rows, *[(0,) * 8] * num_added], dtype=mx.int32)
-        return attention.attend(shape, table, most, own, slabs, scale, sinks)[0]
+        return attention.attend(shape, table, most, own, slabs, scale, sinks, many_tokens=4)[0]
 
     # so many that their number would change splits, if that counted
     together = found(plan, most, num_added=63)
     for row in plan:
         tokens = slice(row[0], row[0] + row[1])
-        own_most = row[1] if most == MOST_TOKENS[0] else most
+        own_most = row[1] if most == WINDOW else most
         assert mx.array_equal(found([(0, *row[1:])], own_most, queries[tokens]), together[tokens])
     assert mx.array_equal(found(plan[::-1], most), together)
-    if most == MOST_TOKENS[0]:  # a token as the first of a window and on its own
+    if most == WINDOW:  # a token as the first of a window and on its own
         lo, _, *rest = plan[1]
         assert mx.array_equal(found([(0, 1, *rest)], 1, queries[lo : lo + 1]), together[lo : lo + 1])
 
 
-@pytest.mark.parametrize("most", MOST_TOKENS)
+@pytest.mark.parametrize("most", [WINDOW, CHUNK])
 @pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
 def test_a_row_finds_the_same_bits_wherever_its_keys_are(
     shape: HeadShape, dtype: mx.Dtype, window: int, most: int
@@ -318,23 +322,28 @@ def test_a_row_finds_the_same_bits_wherever_its_keys_are(
         for array, held in zip(one, slabs[slab], strict=True):
             array[0, :, at : at + capacity] = held[slot]
         rows.append((lo, num_tokens, at + start, 0, 0, 1 << 13, window, at + first))
-    wanted = attention.attend(shape, mx.array(plan, dtype=mx.int32), most, queries, slabs, scale)
-    got = attention.attend(shape, mx.array(rows, dtype=mx.int32), most, queries, [(one[0], one[1])], scale)
+    plans = mx.array(plan, dtype=mx.int32), mx.array(rows, dtype=mx.int32)
+    wanted = attention.attend(shape, plans[0], most, queries, slabs, scale, many_tokens=4)
+    got = attention.attend(shape, plans[1], most, queries, [(one[0], one[1])], scale, many_tokens=4)
     assert mx.array_equal(got, wanted)
 
 
 @pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
 def test_a_chunk_finds_the_same_bits_however_it_is_cut(shape: HeadShape, dtype: mx.Dtype, window: int) -> None:
-    """Of keys in one part."""
+    """Of many tokens with their keys in one part; and of few, also where a window begins."""
     slabs, scale = slabs_of(shape, dtype), mx.array([0.125])
     queries = drawn(7, dtype, 90, shape.num_heads, shape.head_dim)
 
-    def found(start: int, begin: int, end: int) -> mx.array:
-        plan = plan_of(window, 1, ((0, end - begin, start + begin, 2, 0),))
-        return attention.attend(shape, mx.array(plan, dtype=mx.int32), 128, queries[begin:end], slabs, scale)[0]
+    def found(begin: int, end: int, many_tokens: int, most: int = CHUNK) -> mx.array:
+        plan = mx.array(plan_of(window, 1, ((0, end - begin, 400 + begin, 2, 0),)), dtype=mx.int32)
+        own = queries[begin:end]
+        return attention.attend(shape, plan, most, own, slabs, scale, many_tokens=many_tokens)[0]
 
-    wanted = found(400, 0, 90)
-    assert mx.array_equal(mx.concatenate([found(400, 0, 37), found(400, 37, 90)]), wanted)
+    for many_tokens in (1, MANY_TOKENS):
+        whole = found(0, 90, many_tokens)
+        cut = found(0, 37, many_tokens), found(37, 90, many_tokens)
+        assert mx.array_equal(mx.concatenate(cut), whole)
+    assert mx.array_equal(found(84, 90, MANY_TOKENS, WINDOW), whole[84:])
 
 
 SPLIT_ROWS = [

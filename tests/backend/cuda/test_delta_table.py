@@ -13,7 +13,15 @@ from backend.cuda.test_delta import HEADS, SORTS, Numbers, shape_of
 from benchmarks import references as layer_references
 from benchmarks.references import Float64, double
 from headrace.backend.cuda import delta
-from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, DeltaWeights, Prepared, Stash
+from headrace.backend.cuda.shapes import (
+    LONGEST_WINDOW,
+    MANY_TOKENS,
+    DeltaShape,
+    DeltaTable,
+    DeltaWeights,
+    Prepared,
+    Stash,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -275,7 +283,7 @@ def test_stashed_tokens_are_settled_by_a_scan(
     before.check_untouched(table, {3, 0}, set())
 
 
-FEW = delta.LEAST_IN_BLOCKS - 1
+FEW = MANY_TOKENS - 1
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)

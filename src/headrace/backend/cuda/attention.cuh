@@ -66,8 +66,9 @@ struct Part {
 // under way at a time.
 //
 // partial [gridDim.x, num_parts, TILE, D + 4], see Part. counters [gridDim.x]: zero before and after.
-// RUNS_IN_SHARED: there is shared memory for what a block adds up.
-template <typename T, int HQ, int HKV, int D, int STAGES, bool RUNS_IN_SHARED, typename Heads, typename Output>
+// RUNS_IN_SHARED: there is shared memory for what a block adds up. MANY_TOKENS: 0 for all rows, else for small ones.
+template <typename T, int HQ, int HKV, int D, int STAGES, bool RUNS_IN_SHARED, int MANY_TOKENS, int MANY_KEYS, typename Heads,
+          typename Output>
 __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* const* slab_keys, T* const* slab_values,
                        const Output output, float scale, int shortest_split, int num_parts, float* partial, unsigned* counters) {
   constexpr int GROUP = HQ / HKV, STEPS = D / 16, LOADS = D / 32, BLOCKS = D / 64, TILES = D / 8;
@@ -90,6 +91,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
   auto num_items = [&](int at) {  // splits of all tiles of a row of the plan
     if (at >= plan_rows) return 0;
     const Row row(plan, at);
+    if (MANY_TOKENS && !row.is_small(MANY_TOKENS, MANY_KEYS)) return 0;
     return HKV * num_tiles(row) * Splits(row, shortest_split).number;
   };
   const int total = sum_of_items(plan_rows, num_items);
@@ -102,7 +104,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
   for (int item = first_item; item < end_item;) {
     const Row row(plan, row_at);
     const Splits splits(row, shortest_split);
-    const int tiles = num_tiles(row), items = HKV * tiles * splits.number;
+    const int tiles = num_tiles(row), items = num_items(row_at);
     if (item >= row_item + items) {
       row_item += items, row_at++;
       continue;

@@ -13,7 +13,14 @@ import mlx.core as mx
 
 from headrace.backend.cuda import kernel, ops
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
-from headrace.backend.cuda.shapes import LONGEST_WINDOW, HeadShape, ProjectedHeads, Projection
+from headrace.backend.cuda.shapes import (
+    LONGEST_WINDOW,
+    MANY_KEYS,
+    MANY_TOKENS,
+    HeadShape,
+    ProjectedHeads,
+    Projection,
+)
 
 SHORTEST_SPLIT = {64: 256, 128: 256, 256: 128}
 """Fewest keys of a split, by head_dim: fewer don't pay for joining the parts."""
@@ -35,8 +42,13 @@ _CHUNK_KEYS = {64: 64, 128: 64, 256: 32}
 """Keys that a block reads at a time, by head_dim: on an H100 a multiprocessor has room for two blocks."""
 CHUNK_BLOCKS = 264
 """Blocks that run at a time on the 132 multiprocessors of an H100 or H200."""
+_MOST_PARTS = 4 * CHUNK_BLOCKS
+"""Parts of rows' keys that there is memory for: of heads of 256, 71 MB. With more, fewer blocks have work."""
 _FEWEST_KEYS = 512
 """Of a part of a row's keys: fewer don't pay for adding the parts up."""
+
+_SCALE = "scale[0] * 1.44269504f"
+"""Of scores, whose weights are powers of two."""
 
 _PROJECTED = ("projected", "positions", "frequencies", "axes")
 _NORMS = ("q_norm", "k_norm", "eps")
@@ -55,8 +67,8 @@ def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int, normed: boo
     """normed: whether heads that it makes of a projection are; None for queries that are made."""
     heads = "MadeQueries<T, HQ, D>{queries}" if normed is None else _heads(normed)
     call = (
-        f"attend<T, HQ, HKV, D, {_stages(head_dim)}, {str(_runs_in_shared(head_dim)).lower()}>(plan, plan_shape[0], "
-        f"{heads}, keys, values, {_output(sinks, gated)}, scale[0] * 1.44269504f, SHORTEST, partial_shape[1], "
+        f"attend<T, HQ, HKV, D, {_stages(head_dim)}, {str(_runs_in_shared(head_dim)).lower()}, MANY_TOKENS, MANY_KEYS>"
+        f"(plan, plan_shape[0], {heads}, keys, values, {_output(sinks, gated)}, {_SCALE}, SHORTEST, partial_shape[1], "
         "const_cast<float*>(partial), const_cast<unsigned*>(counters));"
     )
     made = "" if normed is None else f"_new{'_normed' * normed}"
@@ -68,12 +80,14 @@ def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int, normed: boo
 @cache
 def _attend_chunks(num_slabs: int, sinks: bool, gated: bool, head_dim: int) -> CudaKernel:
     call = (
-        f"attend_chunks<T, HQ, HKV, D, {_chunk_keys(head_dim)}, {CHUNK_BLOCKS}, {_FEWEST_KEYS}>(plan, plan_shape[0], "
-        f"queries, keys, values, {_output(sinks, gated)}, scale[0] * 1.44269504f, const_cast<float*>(partial), "
-        "const_cast<unsigned*>(counters));"
+        f"attend_chunks<T, HQ, HKV, D, {_chunk_keys(head_dim)}, {CHUNK_BLOCKS}, {_FEWEST_KEYS}, MANY_TOKENS, MANY_KEYS>"
+        f"(plan, plan_shape[0], queries, small, keys, values, {_output(sinks, gated)}, {_SCALE}, partial_shape[0], "
+        "const_cast<float*>(partial), const_cast<unsigned*>(counters));"
     )
     shared = _chunk_bytes(head_dim, _chunk_keys(head_dim))
-    return _attention_kernel("attend_chunks", "", num_slabs, sinks, gated, ["queries"], call, shared, (_THREADS, 2))
+    return _attention_kernel(
+        "attend_chunks", "", num_slabs, sinks, gated, ["queries", "small"], call, shared, (_THREADS, 2)
+    )
 
 
 def _attention_kernel(
@@ -145,6 +159,7 @@ def attend(
     scale: mx.array,
     sinks: mx.array | None = None,
     gates: tuple[mx.array, Projection] | None = None,
+    many_tokens: int = MANY_TOKENS,
 ) -> mx.array:
     """`[1, T, num_heads · head_dim]`: what queries `[T, num_heads, head_dim]` find in their rows' slots.
 
@@ -153,7 +168,7 @@ def attend(
 
     plan: int32 `[R, 8]`, see rows.cuh; rows may have no tokens. most: tokens of a row at most.
     slabs: keys and values `[slots, num_kv_heads, capacity, head_dim]`. scale: float32 `[1]`.
-    gates: a projection, and where it has them.
+    gates: a projection, and where it has them. many_tokens: of a row whose tiles share keys.
     """
     held, number = _even_number(slabs)
     head_dim = shape.head_dim
@@ -163,27 +178,40 @@ def attend(
     else:
         dtype, num_tokens, normed, heads, template = queries.dtype, queries.shape[0], None, [queries], {}
     width, stride = (0, 0) if gates is None else (gates[1].width, gates[1].q_stride)
-    template |= {"T": dtype, "HQ": shape.num_heads, "HKV": shape.num_kv_heads, "D": head_dim}
-    template |= {"GATE_WIDTH": width, "GATE_STRIDE": stride, "GATE_AT": 0 if gates is None else head_dim}
+    is_chunk = most > LONGEST_WINDOW
+    constants = {
+        **template,
+        "T": dtype,
+        "HQ": shape.num_heads,
+        "HKV": shape.num_kv_heads,
+        "D": head_dim,
+        "GATE_WIDTH": width,
+        "GATE_STRIDE": stride,
+        "GATE_AT": 0 if gates is None else head_dim,
+        "SHORTEST": SHORTEST_SPLIT[head_dim],
+        "MANY_TOKENS": many_tokens if is_chunk else 0,
+        "MANY_KEYS": MANY_KEYS,
+    }
     sort = number, sinks is not None, gates is not None, head_dim
-    # how many of a tile's splits are done, and what blocks have found of tiles that they share: attention of a layer
-    # waits for that of the layer before
-    if most > LONGEST_WINDOW:
-        blocks, launch = CHUNK_BLOCKS, _attend_chunks(*sort)
-        counters = kernel.scratch("attend_chunks", (blocks,), mx.uint32)
-        partial = kernel.scratch("attend_chunks", (blocks, (head_dim // 8 + 1) * _THREADS * 4), mx.float32)
-    else:
-        tiles, splits = -(-most * (shape.num_heads // shape.num_kv_heads) // _TILE), most_splits(shape, most)
-        at_once, launch = BLOCKS_AT_ONCE[head_dim], _attend(*sort, normed)
-        # how many splits there are stands in the plan alone
-        blocks = min(at_once, plan.shape[0] * shape.num_kv_heads * tiles * splits)
-        counters = kernel.scratch("attend", (at_once,), mx.uint32)
-        partial = kernel.scratch("attend", (at_once, splits + 1, _TILE, head_dim + 4), mx.float32)
-        template |= {"SHORTEST": SHORTEST_SPLIT[head_dim]}
-    inputs = [plan, scale, counters, partial, *held, *heads]
-    inputs += ([] if sinks is None else [sinks]) + ([] if gates is None else [gates[0]])
     found = ((1, num_tokens, shape.num_heads * head_dim), dtype)
-    (out,) = launch(inputs, template, (blocks, 1, 1), _THREADS, (found,))
+    others = [*([] if sinks is None else [sinks]), *([] if gates is None else [gates[0]])]
+
+    def attended(name: str, launch: CudaKernel, given: list[mx.array], blocks: int, parts: tuple[int, ...]) -> mx.array:
+        # how many of a tile's parts are done, and what has been found in them: attention of a layer waits for that of
+        # the layer before
+        counters, partial = kernel.scratch(name, parts[:1], mx.uint32), kernel.scratch(name, parts, mx.float32)
+        inputs = [plan, scale, counters, partial, *held, *given, *others]
+        return launch(inputs, constants, (blocks, 1, 1), _THREADS, (found,))[0]
+
+    most = min(most, MANY_TOKENS)
+    tiles, splits = -(-most * (shape.num_heads // shape.num_kv_heads) // _TILE), most_splits(shape, most)
+    at_once = BLOCKS_AT_ONCE[head_dim]
+    # how many splits there are stands in the plan alone
+    blocks = min(at_once, plan.shape[0] * shape.num_kv_heads * tiles * splits)
+    out = attended("attend", _attend(*sort, normed), heads, blocks, (at_once, splits + 1, _TILE, head_dim + 4))
+    if is_chunk:
+        parts = _MOST_PARTS, _THREADS, head_dim // 2 + 4
+        out = attended("attend_chunks", _attend_chunks(*sort), [*heads, out], CHUNK_BLOCKS, parts)
     return out
 
 

@@ -1,6 +1,6 @@
 // Attention of prompts' chunks over keys and values in slabs, see state/slabs.py; their own are there already.
 //
-// plan: see rows.cuh. queries [T, HQ, D].
+// plan: see rows.cuh. queries, small [T, HQ, D]: what small rows have found, whose sums are those of attention.cuh.
 //
 // A block takes a tile of TILE rows, which are the query heads of a key head of neighbouring tokens, a warp 16 of them; all
 // read the same keys from shared memory, KEYS of them at a time while the next ones are on their way. Where keys begin is a
@@ -74,14 +74,15 @@ struct Rows {
   }
 };
 
-// The parts of all tiles are numbered. If no more than blocks, each is one block's, which leaves what it has found, and the one
-// that comes last adds a tile's parts up; else a block does all of a tile's. Both add one part after the other, so a row's
-// sums don't depend on the rows beside it.
+// The parts of all tiles are numbered. If there is memory for all of them, each is left there, and the block that comes last adds
+// a tile's parts up; else a block does all of a tile's. Both add one part after the other, so a row's sums don't depend on the
+// rows beside it.
 //
-// partial [gridDim.x, Rows<D>::SIZE]. counters [gridDim.x]: zero before and after.
-template <typename T, int HQ, int HKV, int D, int KEYS, int BLOCKS_AT_ONCE, int FEWEST_KEYS, typename Output>
-__device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, T* const* slab_keys, T* const* slab_values,
-                              const Output output, float scale, float* partial, unsigned* counters) {
+// partial [most_parts, Rows<D>::SIZE], no fewer than blocks. counters [most_parts]: zero before and after.
+template <typename T, int HQ, int HKV, int D, int KEYS, int BLOCKS_AT_ONCE, int FEWEST_KEYS, int MANY_TOKENS, int MANY_KEYS,
+          typename Output>
+__device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, const T* small, T* const* slab_keys,
+                              T* const* slab_values, const Output output, float scale, int most_parts, float* partial, unsigned* counters) {
   constexpr int GROUP = HQ / HKV, STEPS = D / 16, TILES = D / 8, KEY_TILES = KEYS / 8, THREADS = WARPS * 32, WIDTH = D + PAD;
   constexpr bool Q_IN_REGISTERS = D <= 128;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, t = lane % 4;
@@ -91,7 +92,10 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
   __shared__ bool comes_last;
 
   auto num_tiles = [&](const Row& row) { return HKV * ((row.num_tokens * GROUP + TILE - 1) / TILE); };
-  auto parts_of = [&](const Row& row) { return KeyParts(row, num_tiles(row), KEYS, BLOCKS_AT_ONCE, FEWEST_KEYS); };
+  auto is_small = [](const Row& row) { return row.is_small(MANY_TOKENS, MANY_KEYS); };
+  auto parts_of = [&](const Row& row) {
+    return KeyParts(row, num_tiles(row), KEYS, BLOCKS_AT_ONCE, is_small(row) ? 1 << 30 : FEWEST_KEYS);
+  };
   auto num_parts = [&](int at) {
     if (at >= plan_rows) return 0;
     const Row row(plan, at);
@@ -99,7 +103,7 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
   };
   auto num_whole = [&](int at) { return at < plan_rows ? num_tiles(Row(plan, at)) : 0; };
   const int all_parts = sum_of_items(plan_rows, num_parts), blocks = gridDim.x;
-  const bool are_apart = all_parts <= blocks;
+  const bool are_apart = all_parts <= most_parts;
   const int total = are_apart ? all_parts : sum_of_items(plan_rows, num_whole);
 
   for (int turn = 0; turn * blocks < total; turn++) {
@@ -112,6 +116,17 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
     const int own_part = are_apart ? (item - row_item) % parts.number : 0;
     const int reversed = num_tiles(row) - 1 - (item - row_item) / (are_apart ? parts.number : 1);
     const int head = reversed % HKV, first_row = reversed / HKV * TILE, num_rows = min(row.num_tokens * GROUP - first_row, TILE);
+    auto place = [&](int m, int i) {  // in queries and results
+      const int of_row = first_row + m;
+      return (static_cast<long>(row.lo + of_row / GROUP) * HQ + head * GROUP + of_row % GROUP) * D + i * 8;
+    };
+    if (is_small(row)) {
+      for (int i = threadIdx.x; i < num_rows * TILES; i += THREADS) {
+        const long at = place(i / TILES, i % TILES);
+        *reinterpret_cast<uint4*>(output.out + at) = *reinterpret_cast<const uint4*>(small + at);
+      }
+      continue;
+    }
     const int num_keys = row.start + (first_row + num_rows - 1) / GROUP + 1;  // that the tile's last token sees
     const int first_key = row.window ? max(row.first, row.start + first_row / GROUP - row.window + 1) : row.first;
     const long base = (static_cast<long>(row.slot) * HKV + head) * row.capacity * D;
@@ -133,11 +148,8 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
       end_stage();
     };
     __syncthreads();  // the tile before is done with what is copied over
-    for (int i = threadIdx.x; i < TILE * TILES; i += THREADS) {
-      const int m = min(i / TILES, num_rows - 1), d = i % TILES * 8;
-      const long token = row.lo + (first_row + m) / GROUP, h = head * GROUP + (first_row + m) % GROUP;
-      copy_async(own_queries + i / TILES * WIDTH + d, queries + (token * HQ + h) * D + d);
-    }
+    for (int i = threadIdx.x; i < TILE * TILES; i += THREADS)
+      copy_async(own_queries + i / TILES * WIDTH + i % TILES * 8, queries + place(min(i / TILES, num_rows - 1), i % TILES));
     end_stage();
     auto query_at = [&](unsigned (&to)[4], int i) { load_tiles(to, own_queries + (warp * 16 + lane % 16) * WIDTH + i * 16 + lane / 16 * 8); };
     unsigned q[Q_IN_REGISTERS ? STEPS : 1][4];
@@ -148,7 +160,8 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
       for (int i = 0; i < STEPS; i++) query_at(q[Q_IN_REGISTERS ? i : 0], i);
     }
 
-    float* own_memory = partial + static_cast<long>(blockIdx.x) * Rows<D>::SIZE;
+    auto memory_of = [&](int number) { return partial + static_cast<long>(number) * Rows<D>::SIZE; };
+    float* own_memory = memory_of(are_apart ? item : blockIdx.x);
     const int end_part = are_apart ? own_part + 1 : parts.number;
     for (int part = own_part; part < end_part; part++) {
       Rows<D> rows;
@@ -230,14 +243,14 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
         rows.write(own_memory);
         __threadfence();
         __syncthreads();
-        const int first = item - part;  // of the tile's parts, each of them in the memory of the block of its number
+        const int first = item - part;  // of the tile's parts
         if (threadIdx.x == 0) comes_last = atomicAdd(&counters[first], 1u) + 1 == parts.number;
         __syncthreads();
         if (!comes_last) break;
         __threadfence();
         if (threadIdx.x == 0) counters[first] = 0;
-        rows.read(partial + static_cast<long>(first) * Rows<D>::SIZE);
-        for (int i = 1; i < parts.number; i++) rows.template add<false>(partial + static_cast<long>(first + i) * Rows<D>::SIZE);
+        rows.read(memory_of(first));
+        for (int i = 1; i < parts.number; i++) rows.template add<false>(memory_of(first + i));
       } else {
         if (part) rows.template add<true>(own_memory);
         if (part + 1 < parts.number) {

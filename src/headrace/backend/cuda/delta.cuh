@@ -6,7 +6,8 @@
 
 constexpr int LANES = 8;
 
-// N channels of a thread: more of them, fewer reads of keys and queries.
+// N channels of a thread: more of them, fewer reads of keys and queries. It says which products are rounded before a sum, so that
+// a token gets the same bits wherever this is inlined.
 template <int DK, int N = 1>
 struct Channels {
   static constexpr int QUADS = DK / (4 * LANES);
@@ -44,10 +45,10 @@ struct Channels {
       const float4 qq = reinterpret_cast<const float4*>(q)[i * LANES + lane];
 #pragma unroll
       for (int n = 0; n < N; n++) {
-        sk[n].x += s[n][i].x * kk[i].x + s[n][i].y * kk[i].y;
-        sk[n].y += s[n][i].z * kk[i].z + s[n][i].w * kk[i].w;
-        sq[n].x += s[n][i].x * qq.x + s[n][i].y * qq.y;
-        sq[n].y += s[n][i].z * qq.z + s[n][i].w * qq.w;
+        sk[n].x = __fmaf_rn(s[n][i].y, kk[i].y, __fmaf_rn(s[n][i].x, kk[i].x, sk[n].x));
+        sk[n].y = __fmaf_rn(s[n][i].w, kk[i].w, __fmaf_rn(s[n][i].z, kk[i].z, sk[n].y));
+        sq[n].x = __fmaf_rn(s[n][i].y, qq.y, __fmaf_rn(s[n][i].x, qq.x, sq[n].x));
+        sq[n].y = __fmaf_rn(s[n][i].w, qq.w, __fmaf_rn(s[n][i].z, qq.z, sq[n].y));
       }
     }
 #pragma unroll
@@ -61,15 +62,15 @@ struct Channels {
       }
 #pragma unroll
     for (int n = 0; n < N; n++) {
-      const float delta = beta * (v[n] - g * sk[n].x);
+      const float delta = beta * __fmaf_rn(-g, sk[n].x, v[n]);
 #pragma unroll
       for (int i = 0; i < QUADS; i++) {
-        s[n][i].x = g * s[n][i].x + delta * kk[i].x;
-        s[n][i].y = g * s[n][i].y + delta * kk[i].y;
-        s[n][i].z = g * s[n][i].z + delta * kk[i].z;
-        s[n][i].w = g * s[n][i].w + delta * kk[i].w;
+        s[n][i].x = __fmaf_rn(delta, kk[i].x, __fmul_rn(g, s[n][i].x));
+        s[n][i].y = __fmaf_rn(delta, kk[i].y, __fmul_rn(g, s[n][i].y));
+        s[n][i].z = __fmaf_rn(delta, kk[i].z, __fmul_rn(g, s[n][i].z));
+        s[n][i].w = __fmaf_rn(delta, kk[i].w, __fmul_rn(g, s[n][i].w));
       }
-      v[n] = g * sq[n].x + kq * delta;
+      v[n] = __fmaf_rn(kq, delta, __fmul_rn(g, sq[n].x));
     }
   }
 };

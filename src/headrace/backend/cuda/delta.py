@@ -9,7 +9,7 @@ import mlx.core as mx
 from headrace.backend.cuda import delta_ops as ops
 from headrace.backend.cuda import kernel
 from headrace.backend.cuda.kernel import CudaKernel, Template, or_ops
-from headrace.backend.cuda.shapes import LONGEST_WINDOW, DeltaShape, DeltaTable, DeltaWeights, Prepared
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, MANY_TOKENS, DeltaShape, DeltaTable, DeltaWeights, Prepared
 
 _THREADS = 128
 _CHANNELS = 16
@@ -31,8 +31,6 @@ _MOST_WARPS = 4
 """Warps of a block of threads there, besides the one that solves: a multiprocessor has room for two such blocks."""
 _WIDEST_KEY = 128
 """Most dimensions of a key there: a warp's state is in its registers."""
-LEAST_IN_BLOCKS = 128
-"""Rows of fewer tokens go token by token."""
 
 _TABLE = ("state", "raw", "stash_k", "stash_v", "stash_g", "stash_beta")
 _STEP = CudaKernel(
@@ -187,7 +185,7 @@ def scan_chunks(
     state: mx.array,
     *,
     in_blocks: bool = False,
-    least: int = LEAST_IN_BLOCKS,
+    least: int = MANY_TOKENS,
 ) -> tuple[mx.array, mx.array]:
     """y `[T, Hv, Dv]` of packed tokens, and states `[num_stops, Hv, Dv, Dk]` after each stop.
 

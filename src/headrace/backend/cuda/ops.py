@@ -169,6 +169,7 @@ def attend(
     scale: mx.array,
     sinks: mx.array | None = None,
     gates: tuple[mx.array, Projection] | None = None,
+    many_tokens: int = 0,
 ) -> mx.array:
     """Row by row: softmax over the keys that each token sees, and its sink."""
     if isinstance(queries, ProjectedHeads):

@@ -13,6 +13,10 @@ struct Row {
     lo = plan[0], num_tokens = plan[1], start = plan[2], slab = plan[3], slot = plan[4], capacity = plan[5];
     window = plan[6], first = plan[7];
   }
+
+  __device__ bool is_small(int many_tokens, int many_keys) const {
+    return num_tokens < many_tokens && start + num_tokens - first <= many_keys;
+  }
 };
 
 // The row of the plan that has an item, and the number of that row's first one, if rows have num_items(row) of them, one behind

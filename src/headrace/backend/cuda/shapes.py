@@ -12,6 +12,12 @@ import mlx.core as mx
 LONGEST_WINDOW = 8
 """Most tokens of a row that a gated delta layer takes at once; it replays fewer."""
 
+MANY_TOKENS = 128
+"""A chunk of fewer tokens has the sums that these tokens have in windows, so that short prompts get the same answers
+however they are cut, and wherever their cached prefix ends. Of so many tokens other sums are several times quicker."""
+MANY_KEYS = 2048
+"""The same for the attention of a chunk, which also has other sums if it sees more keys than these."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
