@@ -171,6 +171,13 @@ def test_where_a_template_knows_no_tools_everything_is_said_in_words() -> None:
     assert render(plain, tools=()) == "user: hi\n"
 
 
+def test_tools_are_not_said_in_words_where_the_template_lists_their_parameters() -> None:
+    parameters = "{% for k, v in tool.function.parameters.properties.items() %}{{ k }}:{{ v.description }}{% endfor %}"
+    source = HEAD.replace("{{ tool.function.name }}", "{{ tool.function.name }} " + parameters) + TAIL
+    listing = ChatTemplate(Tokenizer(byte_level(), chat_template=source), find_family("generic", source))
+    assert render(listing) == "T:add a:user: hi\n"
+
+
 def test_where_a_result_needs_a_call_a_lone_one_is_a_note() -> None:
     body = (
         "{% if m.role == 'tool' and not loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"

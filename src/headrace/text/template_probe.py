@@ -39,9 +39,9 @@ _IDS: tuple[tuple[IdForm, tuple[str, str]], ...] = (
 )
 _BRIEF_IDS = ("call_1", "call_2")
 _NAMES = ("probe_tool", "other_tool")
+_PARAMETERS = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "?"}}}
 _TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "?", "parameters": {"type": "object"}}}
-    for name in _NAMES
+    {"type": "function", "function": {"name": name, "description": "?", "parameters": _PARAMETERS}} for name in _NAMES
 ]
 _TOOL_ROLE = re.compile(r"==\s*['\"]tool['\"]")
 _THOUGHT = "So, a probe."
