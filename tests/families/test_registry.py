@@ -115,6 +115,46 @@ def test_a_template_without_calls_means_that_the_prompt_has_to_ask_for_a_syntax(
     assert find_family("gpt_oss", "{{ messages[0].content }}").tool_format == "harmony"
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if tools %}{{ tools | tojson }}{% endif %}",
+        "{%- if not tools is defined -%}{%- set tools = none -%}{%- endif -%}{{ tools | tojson }}",
+        "{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}{{ tools | tojson }}",
+        "{% macro shown(tools) %}{{ tools | tojson }}{% endmacro %}",
+    ],
+)
+@pytest.mark.parametrize("model_type", ["never_heard_of", "llama", "qwen2", "gemma3_text", "cohere", "glm4_moe"])
+def test_no_syntax_is_assumed_of_a_template_that_shows_tools_and_an_unknown_one(model_type: str, template: str) -> None:
+    family = find_family(model_type, template + "{{ '>>>' + call.function.name }}")
+    assert family.tool_format is None
+    assert "tool calls: text, no syntax is known: the chat template shows one" in "\n".join(explain(family))
+    assert find_family(model_type, template, tool_format="llama_json").tool_format == "llama_json"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[0].content }} You have tools.", "{% set tools = [] %}{% if tools %}{{ tools | tojson }}{% endif %}"],
+)
+def test_a_template_that_never_shows_tools_shows_no_unknown_syntax(template: str) -> None:
+    assert find_family("never_heard_of", template).tool_format == "hermes"
+
+
+def test_harmony_needs_nothing_of_a_template_that_shows_tools() -> None:
+    assert find_family("gpt_oss", "{{ tools | tojson }}").tool_format == "harmony"
+
+
+def test_an_element_of_its_own_names_the_function_or_a_wrapper_is_around_it() -> None:
+    element = "{{ tools }} {{ '<function=' + call.name + '>' + call.arguments | tojson + '</function>' }}"
+    assert find_family("llama", element).tool_format == "functionary"
+    assert find_family("llama", "<tool_call>" + element).tool_format == "qwen_xml"
+
+
+def test_a_template_that_asks_for_a_list_wins_over_its_line_about_the_environment() -> None:
+    asked = "{{ tools }} Environment: ipython. Respond as [func_name1(params_name1=params_value1), func_name2(params)]"
+    assert find_family("llama", asked).tool_format == "pythonic"
+
+
 def test_a_record_names_a_syntax_and_what_the_template_shows_is_stronger() -> None:
     assert find_family("qwen3_moe").tool_format == "hermes"
     assert find_family("qwen3_moe", "<tool_call> <function=").tool_format == "qwen_xml"

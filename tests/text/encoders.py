@@ -137,18 +137,37 @@ def pythonic(start_marker: str = "", end_marker: str = "") -> Callable[[Sequence
     return write
 
 
-def gemma_value(value: Any) -> str:
+def gemma_value(value: Any, quote: str = '<|"|>') -> str:
     if isinstance(value, str):
-        return f'<|"|>{value}<|"|>'
+        return f"{quote}{value}{quote}"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{gemma_value(item)}" for key, item in sorted(value.items())) + "}"
+        return "{" + ",".join(f"{key}:{gemma_value(item, quote)}" for key, item in sorted(value.items())) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(gemma_value, value)) + "]"
+        return "[" + ",".join(gemma_value(item, quote) for item in value) + "]"
     return as_json(value)
 
 
 def gemma4(calls: Sequence[Call]) -> str:
     return "".join(f"<|tool_call>call:{name}{gemma_value(arguments)}<tool_call|>" for name, arguments in calls)
+
+
+def functiongemma(calls: Sequence[Call]) -> str:
+    return "".join(
+        f"<start_function_call>call:{name}{gemma_value(arguments, '<escape>')}<end_function_call>"
+        for name, arguments in calls
+    )
+
+
+def cohere(calls: Sequence[Call]) -> str:
+    written = ",\n".join(
+        "    " + as_json({"tool_call_id": str(index), "tool_name": name, "parameters": arguments})
+        for index, (name, arguments) in enumerate(calls)
+    )
+    return f"<|START_ACTION|>[\n{written}\n]<|END_ACTION|>"
+
+
+def functionary(calls: Sequence[Call]) -> str:
+    return "".join(f"<function={name}>{as_json(arguments)}</function>" for name, arguments in calls)
 
 
 def harmony(calls: Sequence[Call]) -> str:
@@ -160,9 +179,12 @@ def harmony(calls: Sequence[Call]) -> str:
 
 # Each with its name among the formats.
 ENCODERS: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
+    "cohere": ("cohere", cohere),
     "deepseek_v3": ("deepseek_v3", deepseek_v3),
     "deepseek_v31": ("deepseek_v31", deepseek_v31),
     "dsml": ("dsml", dsml),
+    "functionary": ("functionary", functionary),
+    "functiongemma": ("functiongemma", functiongemma),
     "gemma4": ("gemma4", gemma4),
     "glm with newlines": ("glm", glm),
     "glm without newlines": ("glm", glm_without_newlines),

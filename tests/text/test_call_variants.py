@@ -54,12 +54,15 @@ _NOTHING = ["", "null", "{}", '"{}"']
 
 # What replaces @, in a call of # without arguments.
 FORMS = {
+    "cohere": ('<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "#"@}]<|END_ACTION|>', _PARAMETERS),
     "deepseek_v3": (
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>#@<｜tool▁call▁end｜>",
         ["", "\n", *(_FENCE.replace("@", each) for each in _NOTHING), "\n```\n```"],
     ),
     "deepseek_v31": ("<｜tool▁call▁begin｜>#<｜tool▁sep｜>@<｜tool▁call▁end｜>", _NOTHING),
     "dsml": ('<｜DSML｜invoke name="#">\n@\n</｜DSML｜invoke>', ["", "null", "{}"]),
+    "functionary": ("<function=#>@</function>", _NOTHING),
+    "functiongemma": ("<start_function_call>call:#@<end_function_call>", ["", "{}", "{ }"]),
     "gemma4": ("<|tool_call>call:#@<tool_call|>", ["", "{}", "{ }"]),
     "glm with newlines": ("<tool_call>#\n@</tool_call>", ["", "null\n", "{}\n"]),
     "glm without newlines": ("<tool_call>#@</tool_call>", ["", "{}"]),
@@ -110,7 +113,7 @@ def test_what_follows_a_call_without_arguments_stays_what_it_is(name: str, argum
         assert (calls_of(got), got.content) == ([NOW], "That is all.")
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMS) - TAGGED - {"lfm2", "pythonic", "gemma4"}))
+@pytest.mark.parametrize("name", sorted(set(FORMS) - TAGGED - {"lfm2", "pythonic", "gemma4", "functiongemma"}))
 def test_without_arguments_that_a_tool_requires_there_is_no_call(name: str) -> None:
     for arguments in FORMS[name][1]:
         if "{}" in arguments:
@@ -146,7 +149,10 @@ def test_kimis_section_may_be_spelled_in_the_singular(end: str) -> None:
 # Undeclared names
 
 OWN_WRAPPERS = frozenset(
-    {"gemma4", "glm with newlines", "glm without newlines", "harmony", "hermes", "mistral_args", "qwen_xml", "seed_oss"}
+    {
+        *("functionary", "functiongemma", "gemma4", "glm with newlines", "glm without newlines", "harmony", "hermes"),
+        *("mistral_args", "qwen_xml", "seed_oss"),
+    }
 )
 """Syntaxes in which each call is a separate construct."""
 
@@ -190,6 +196,8 @@ def test_an_undeclared_name_is_no_call_however_late_it_comes(name: str) -> None:
 # Faults
 
 BROKEN = {
+    "cohere": '<|START_ACTION|>[{"tool_name": store, "parameters": {}}]<|END_ACTION|>',
+    "functiongemma": "<start_function_call>call:store now{}<end_function_call>",
     "gemma4": "<|tool_call>call:store now{}<tool_call|>",
     "granite3": '<|tool_call|>[{"nam: "store", "arguments": {}}]',
     "hermes": '<tool_call>\n{"name: "store", "arguments": {"text": "x"}}\n</tool_call>',

@@ -19,12 +19,15 @@ FILE = Path(__file__).parent.parent / "data" / "text" / "transcripts.jsonl"
 
 # `model_type` of a family and what its chat template shows, as far as it matters here.
 FAMILIES = {
+    "command-r7b": ("cohere2", "<|END_THINKING|> <|START_ACTION|>"),
     "deepseek-r1": ("deepseek_v3", "</think> <｜tool▁call▁begin｜> ```json"),
     "deepseek-v3": ("deepseek_v3", "<｜tool▁call▁begin｜> ```json"),
     "deepseek-v3.1": ("deepseek_v3", "</think> <｜tool▁call▁begin｜>"),
     "deepseek-v3.2": ("deepseek_v32", "</think> <｜DSML｜function_calls>"),
     "deepseek-v4": ("deepseek_v4", "</think> <｜DSML｜tool_calls>"),
     "devstral": ("mistral", "[TOOL_CALLS] [ARGS]"),
+    "functionary3.1": ("llama", "<function="),
+    "functiongemma": ("gemma3_text", "<start_function_call>"),
     "gemma3": ("gemma3", ""),
     "gemma4": ("gemma4", "<|tool_call>"),
     "glm4.5": ("glm4_moe", "</think> <tool_call> <arg_key>"),
@@ -49,6 +52,7 @@ FAMILIES = {
     "llama3.2": ("llama", "Environment: ipython"),
     "llama3.3": ("llama", "<|python_tag|>"),
     "llama4": ("llama4", "<|python_start|>"),
+    "llama4-json": ("llama4", '<|python_start|> {"name": function name, "parameters": '),
     "magistral": ("mistral3", "[/THINK] [TOOL_CALLS] [ARGS]"),
     "minimax-m2": ("minimax_m2", "</think> <minimax:tool_call>"),
     "ministral3-reasoning": ("ministral3", "[/THINK] [TOOL_CALLS] [ARGS]"),

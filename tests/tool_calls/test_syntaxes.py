@@ -34,3 +34,13 @@ def test_a_new_record_is_detected_parsed_and_enforced() -> None:
     assert takes_whole(begun(form), CALL)
     assert not takes_whole(begun(form), CALL.replace("1", "one"))
     assert parsed("made_up", CALL, [TOOL], guarantees_of(form)) == ("", [("f", {"a": 1})])
+
+
+@pytest.mark.parametrize("name", sorted(SYNTAXES))
+def test_a_prompt_asks_for_calls_that_are_read(name: str) -> None:
+    names = ("the_tool", "another", "the tool", "name", "other_name")
+    asked = SYNTAXES[name].description.split(": " if name in ("lfm2", "pythonic") else "\n", 1)[1]
+    text, calls = parsed(name, asked, [ToolDefinition(each, None, {}) for each in names])
+    assert text == ""
+    assert [list(arguments.values()) for _, arguments in calls[:1]] == [["value"]]
+    assert len(calls) == sum(asked.count(each) for each in ("the_tool", "another", "the tool", "name("))

@@ -25,6 +25,9 @@ THINKING_WORDS = ("/think", "/no_think")
 # Message fields for thinking, by template.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
+# Template variables with the tools; Llama's templates let the first override the second.
+TOOL_VARIABLES = ("custom_tools", "tools")
+
 # Template variables that switch thinking.
 SWITCHES = ("enable_thinking", "thinking")
 
@@ -48,8 +51,18 @@ def detect_reasoning_keys(chat_template: str) -> tuple[str, ...]:
 
 
 def detect_thinking_key(chat_template: str) -> str | None:
-    code = _STRING.sub("''", " ".join(_CODE.findall(chat_template)))
+    code = _code_of(chat_template)
     return next((name for name in SWITCHES if _reads_variable(code, name)), None)
+
+
+def reads_tools(chat_template: str) -> bool:
+    code = _code_of(chat_template)
+    return any(_reads_variable(code, name) for name in TOOL_VARIABLES)
+
+
+def _code_of(chat_template: str) -> str:
+    """The template's statements, with their texts left out."""
+    return _STRING.sub("''", " ".join(_CODE.findall(chat_template)))
 
 
 def detect_thinking_words(chat_template: str) -> tuple[str, str] | None:
@@ -167,6 +180,13 @@ FAMILIES: tuple[ModelFamily, ...] = (
         answer_frames=(("<answer>", "</answer>"),),
         why={"answer_frames": "A13B writes an element around the answer when it thinks"},
     ),
+    ModelFamily(
+        name="cohere",
+        model_types=("cohere", "cohere2"),
+        tool_format="cohere",
+        answer_frames=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"),),
+        why={"answer_frames": "Command R7B and Command A set the answer apart from their plans and calls"},
+    ),
     ModelFamily(name="step", model_types=("step3p5",), tool_format="qwen_xml"),
 )
 
@@ -201,7 +221,11 @@ def _completed(family: ModelFamily, chat_template: str) -> ModelFamily:
     if (syntax := detect_syntax(chat_template)) is not None:
         found["tool_format"] = syntax.name
     why.update(dict.fromkeys(found, "found in the chat template"))
-    if syntax is None and (family.call_syntax is None or not family.call_syntax.needs_no_template):
+    known = family.call_syntax
+    if syntax is None and (known is None or known.messages is None) and reads_tools(chat_template):
+        found["tool_format"] = None
+        why["tool_format"] = "the chat template shows one that is unknown here"
+    elif syntax is None and (known is None or not known.needs_no_template):
         found["tool_format"] = PROMPTED.name
         why["tool_format"] = "the chat template shows none, so models are prompted for this one"
     return replace(family, **found, why=why)

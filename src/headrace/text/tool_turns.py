@@ -63,7 +63,7 @@ def with_results_joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[s
 
 def tools_note(tools: Sequence[dict[str, Any]], syntax: CallSyntax) -> ChatMessage:
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    return ChatMessage("system", (TextPart(_TOOLS.format(tools=listed, form=syntax.asked_as)),))
+    return ChatMessage("system", (TextPart(_TOOLS.format(tools=listed, form=syntax.description)),))
 
 
 def call_arguments(text: str, traits: TemplateTraits) -> Any:

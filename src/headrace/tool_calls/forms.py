@@ -89,6 +89,11 @@ class CallForm:
     def without_list(self) -> CallForm:
         return CallForm(self.body, self.lead, join=self.join)
 
+    def example(self) -> str:
+        """Two calls with a text as argument."""
+        calls = self.join.join(_example(self.body, name, "its_argument", "value") for name in ("the_tool", "another"))
+        return _plain(self.start_marker + self.lead + calls + self.close)
+
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
@@ -106,6 +111,23 @@ class MessageFormat:
     recipient: str
     body: JsonBody
     markers: tuple[str, ...]
+
+
+def _example(body: JsonBody | TagBody | PythonBody, name: str, key: str, value: str) -> str:
+    match body:
+        case JsonBody():
+            return f'{body.before}{name}{body.between}{{"{key}": "{value}"}}{body.after}'
+        case PythonBody():
+            return f'{name}({key}="{value}")'
+        case TagBody(tags):
+            head = tags.name_end + tags.newline + tags.key_open + key + tags.after_key(is_text=True)
+            value = tags.frame + value + tags.frame + tags.value_close + tags.newline
+            return body.before + name + head + value + body.after
+
+
+def _plain(marked: str) -> str:
+    first, *others = marked.replace(MAYBE_NEWLINE, "\n").replace(MAYBE_SPACE, "").split(DIGITS)
+    return first + "".join(f"{number}{text}" for number, text in enumerate(others))
 
 
 def json_list(start_marker: str, close: str = "]", lead: str = "[") -> CallForm:

@@ -3,6 +3,8 @@
 <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]
 {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
+<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]<|END_ACTION|>
+<function=f>{"a": 1}</function>
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from headrace.tool_calls.literals import JSON, LiteralReader, Write
 from headrace.tool_calls.reader import MAX_NAME, SPACE, NotACall, OutOfText, Reader, Reading, run_to_end
 from headrace.tool_calls.schema import ANY, Schema
 
-NAME_KEYS = frozenset({"name", "function"})
+NAME_KEYS = frozenset({"name", "function", "tool_name"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-_OTHER_KEYS = frozenset({"id", "type", "index"})
+_OTHER_KEYS = frozenset({"id", "type", "index", "tool_call_id"})
 
 _NULL = ("null", "None")
-_LLAMA_TOKEN = "<|python_tag|>"
+_LLAMA_TOKENS = ("<|python_tag|>", "<|python_start|>")
+_LLAMA_END = "<|python_end|>"
+_FUNCTION = ("<function=", "</function>")
 
 
 class JsonCalls(CallParser):
@@ -39,32 +43,54 @@ class JsonCalls(CallParser):
 
 
 class LlamaCalls(CallParser):
-    """Consecutive objects without a list, maybe after a token.
+    """Consecutive objects without a list, maybe after a token. Llama 4's is closed before or after them.
 
-    Without the token only objects that begin a line and end the output are calls: an answer may well contain JSON.
+    Without a token only objects that begin a line and end the output are calls: an answer may well contain JSON.
     """
 
-    start_markers = (_LLAMA_TOKEN,)
+    start_markers = _LLAMA_TOKENS
     bare_starts = ("{",)
-    markers = (_LLAMA_TOKEN,)
+    markers = (*_LLAMA_TOKENS, _LLAMA_END)
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        is_bare = not (yield from reader.take(_LLAMA_TOKEN))
+        is_bare = (yield from reader.take_any(_LLAMA_TOKENS)) is None
         sink.is_unit, sink.is_meant = True, not is_bare
+        yield from reader.take(_LLAMA_END)
         yield from reader.skip_space()
         while True:
             yield from read_call(reader, sink)
             if not (yield from reader.skip_space()):
                 return
+            if (yield from reader.take(_LLAMA_END)):
+                sink.done = reader.pos
+                if not (yield from reader.skip_space()):
+                    return
             if (yield from reader.take_any((";", ","))) and not (yield from reader.skip_space()):
                 return
-            if (yield from reader.take(_LLAMA_TOKEN)):
+            if (yield from reader.take_any(_LLAMA_TOKENS)):
                 yield from reader.skip_space()
             if (yield from reader.peek()) != "{":
                 break
         if is_bare and sink.is_text is None:
             raise NotACall  # something else follows: an answer that contains JSON
         reader.pos = sink.done
+
+
+class FunctionCalls(CallParser):
+    """Functionary 3.1: an element that names the tool, around its arguments as JSON."""
+
+    start_markers = (_FUNCTION[0],)
+
+    def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
+        yield from reader.expect(_FUNCTION[0])
+        name = (yield from reader.take_until(">", MAX_NAME)).strip()
+        if any(char.isspace() for char in name):
+            raise NotACall
+        sink.is_meant = (yield from reader.skip_space()) and reader.text[reader.pos] == "{"
+        yield from read_arguments(reader, sink.begin(name), sink.write, _FUNCTION[1:])
+        if (yield from reader.skip_space()):
+            yield from reader.close(_FUNCTION[1])
+        yield from sink.end()
 
 
 def read_json_body(reader: Reader, sink: CallSink) -> Reading[None]:

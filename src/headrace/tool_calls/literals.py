@@ -62,6 +62,7 @@ _JSON_QUOTES = {'"': "json", "'": "python"}
 JSON = Spelling(_JSON_QUOTES)
 PYTHON = Spelling(dict.fromkeys(('"""', "'''", '"', "'"), "python"), brackets=(("[", "]"), ("(", ")")))
 GEMMA = Spelling({'<|"|>': None, **_JSON_QUOTES}, bare=True)
+FUNCTION_GEMMA = Spelling({"<escape>": None, **_JSON_QUOTES}, bare=True)
 
 
 def escaped(text: str) -> str:

@@ -10,6 +10,7 @@ kimi      <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_cal
 mistral   [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "Ab3dEf9hI"}]
           [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]aB9zQ1xY2[ARGS]{}
 gemma     <|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>
+          <start_function_call>call:f{a:1,b:<escape>x<escape>}<end_function_call>
 harmony   <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
 """
 
@@ -20,7 +21,7 @@ from abc import abstractmethod
 
 from headrace.tool_calls.calls import CallParser, CallSink
 from headrace.tool_calls.json_calls import read_arguments, read_json_body, write_none
-from headrace.tool_calls.literals import GEMMA, LiteralReader
+from headrace.tool_calls.literals import LiteralReader, Spelling
 from headrace.tool_calls.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading
 from headrace.tool_calls.schema import Schema
 
@@ -41,8 +42,6 @@ _MISTRAL_START = "[TOOL_CALLS]"
 _MISTRAL_ID = "[CALL_ID]"
 _MISTRAL_ARGUMENTS = "[ARGS]"
 _MISTRAL_ID_LENGTH = 9
-
-_GEMMA_START, _GEMMA_END = "<|tool_call>", "<tool_call|>"
 
 MESSAGE = "<|message|>"
 END_MARKERS = ("<|end|>", "<|call|>", "<|return|>")
@@ -174,31 +173,34 @@ class MistralCalls(CallParser):
 
 
 class GemmaCalls(CallParser):
-    """Gemma 4: bare keys, and strings between special tokens, without escapes.
+    """Gemma 4 and FunctionGemma: bare keys, and strings between special tokens, without escapes.
 
     Models at times fall back into JSON's quotes, around keys and strings; both are read. The braces of a call without
     arguments may be missing.
     """
 
-    start_markers = (_GEMMA_START,)
-    markers = (_GEMMA_START, _GEMMA_END, '<|"|>')
+    def __init__(self, start_marker: str, end_marker: str, spelling: Spelling) -> None:
+        self.start_markers = (start_marker,)
+        self.markers = (start_marker, end_marker, *(quote for quote in spelling.quotes if quote.startswith("<")))
+        self._end_marker = end_marker
+        self._spelling = spelling
 
     def read(self, reader: Reader, sink: CallSink) -> Reading[None]:
-        yield from reader.expect(_GEMMA_START)
+        yield from reader.expect(self.start_markers[0])
         yield from reader.skip_space()
         yield from reader.expect("call:")
         sink.is_meant = True
-        end = yield from reader.find(("{", _GEMMA_END), MAX_NAME)
+        end = yield from reader.find(("{", self._end_marker), MAX_NAME)
         name, reader.pos = reader.text[reader.pos : end].strip(), end
         if any(char.isspace() for char in name):
             raise NotACall
         schema = sink.begin(name)
         if (yield from reader.peek()) == "{":
-            yield from LiteralReader(reader, sink.write, GEMMA).mapping(schema)
+            yield from LiteralReader(reader, sink.write, self._spelling).mapping(schema)
         else:
             write_none(schema, sink.write)
         if (yield from reader.skip_space()):
-            yield from reader.close(_GEMMA_END)
+            yield from reader.close(self._end_marker)
         yield from sink.end()
 
 

@@ -17,16 +17,24 @@ from headrace.tool_calls.forms import (
     json_list,
     tag_forms,
 )
-from headrace.tool_calls.json_calls import JsonCalls, LlamaCalls
+from headrace.tool_calls.json_calls import FunctionCalls, JsonCalls, LlamaCalls
+from headrace.tool_calls.literals import FUNCTION_GEMMA, GEMMA
 from headrace.tool_calls.marked_calls import DeepSeekCalls, GemmaCalls, HarmonyCall, KimiCalls, MistralCalls
 from headrace.tool_calls.python_calls import PythonCalls
 from headrace.tool_calls.tags import TaggedCalls
 
+_TWO_CALLS = "this, here for two calls:\n"
+_ONE_CALL = "this, once for each call:\n"
 _LIST = "a list of calls on one line: [name(argument='value'), other_name()]"
-_ELEMENTS = """this, once for each call:
-<tool_call>
-{"name": "the tool", "arguments": {"its argument": "value"}}
+_ELEMENTS = f"""{_ONE_CALL}<tool_call>
+{{"name": "the tool", "arguments": {{"its argument": "value"}}}}
 </tool_call>"""
+_MESSAGE = f"""{_ONE_CALL}<|channel|>commentary to=functions.the_tool <|constrain|>json<|message|>\
+{{"its_argument": "value"}}<|call|>"""
+_GEMMA_4 = f"""{_ONE_CALL}<|tool_call>call:the_tool{{its_argument:<|"|>value<|"|>}}<tool_call|>"""
+_FUNCTION_GEMMA = (
+    f"{_ONE_CALL}<start_function_call>call:the_tool{{its_argument:<escape>value<escape>}}<end_function_call>"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,7 @@ class CallSyntax:
     messages: the whole output is a sequence of messages, and a call is one of them; None for other syntaxes.
     shown_by: texts of which a chat template in this syntax has one and, if given, `also_shown_by`.
     ids: form of the ids of its calls.
-    asked_as: how a prompt describes calls where the template has none.
+    asked_as: how a prompt describes calls where the template has none; by an example of the first form if empty.
     needs_no_template: models write it, or can be asked to, whatever their template shows.
     """
 
@@ -50,12 +58,17 @@ class CallSyntax:
     shown_by: tuple[str, ...] = ()
     also_shown_by: str = ""
     ids: IdForm = "any"
-    asked_as: str = _ELEMENTS
+    asked_as: str = ""
     needs_no_template: bool = False
 
     @property
     def can_be_enforced(self) -> bool:
         return bool(self.forms) or self.messages is not None
+
+    @property
+    def description(self) -> str:
+        """How a prompt asks for calls."""
+        return self.asked_as or _TWO_CALLS + self.forms[0].example()
 
     def is_shown_by(self, chat_template: str) -> bool:
         return self.also_shown_by in chat_template and any(text in chat_template for text in self.shown_by)
@@ -78,6 +91,14 @@ _KIMI = CallForm(
     join="<|tool_call_begin|>",
     close="<|tool_calls_section_end|>",
 )
+_COHERE = CallForm(
+    JsonBody(f'{{"tool_call_id": "{DIGITS}", "tool_name": "', '", "parameters": ', "}"),
+    start_marker="<|START_ACTION|>",
+    lead="[\n    ",
+    join=",\n    ",
+    close="\n]<|END_ACTION|>",
+)
+_FUNCTIONARY = CallForm(JsonBody("", ">", "</function>"), "<function=", join="<function=")
 _HERMES = CallForm(JsonBody('\n{"name": "', '", "arguments": ', "}\n</tool_call>"), "<tool_call>", join="\n<tool_call>")
 
 _QWEN_XML = TagSyntax(
@@ -193,10 +214,28 @@ _IN_SEARCH_ORDER = (
         "harmony",
         HarmonyCall(),
         messages=_HARMONY,
+        asked_as=_MESSAGE,
         shown_by=("<|channel|>commentary",),
         needs_no_template=True,
     ),
-    CallSyntax("gemma4", GemmaCalls(), shown_by=("<|tool_call>",)),
+    CallSyntax(
+        "gemma4",
+        GemmaCalls("<|tool_call>", "<tool_call|>", GEMMA),
+        shown_by=("<|tool_call>",),
+        asked_as=_GEMMA_4,
+    ),
+    CallSyntax(
+        "functiongemma",
+        GemmaCalls("<start_function_call>", "<end_function_call>", FUNCTION_GEMMA),
+        shown_by=("<start_function_call>",),
+        asked_as=_FUNCTION_GEMMA,
+    ),
+    CallSyntax(
+        "cohere",
+        JsonCalls(("<|START_ACTION|>",), "<|END_ACTION|>", ("<|START_ACTION|>", "<|END_ACTION|>")),
+        (_COHERE,),
+        shown_by=("<|START_ACTION|>",),
+    ),
     # Granite 3.1 first writes plain text that it never closes.
     CallSyntax(
         "granite3",
@@ -225,20 +264,23 @@ _IN_SEARCH_ORDER = (
         TaggedCalls(_QWEN_XML, takes_bare_calls=True, takes_json=True),
         tag_forms(_QWEN_XML, takes_bare_calls=True),
         shown_by=("<function=",),
+        also_shown_by="<tool_call>",
     ),
+    CallSyntax("functionary", FunctionCalls(), (_FUNCTIONARY,), shown_by=("<function=",)),
     CallSyntax("glm", TaggedCalls(_GLM), tag_forms(_GLM), shown_by=("<arg_key>",)),
     CallSyntax(
         "hermes",
         TaggedCalls(_QWEN_XML, takes_json=True),
         (_HERMES,),
         shown_by=("<tool_call>",),
+        asked_as=_ELEMENTS,
         needs_no_template=True,
     ),
     CallSyntax(
         "pythonic",
         PythonCalls("<|python_start|>", "<|python_end|>"),
         (CallForm(PythonBody(), "[", join=", ", close="]", is_clear=False),),
-        shown_by=("<|python_start|>",),
+        shown_by=("[func_name1(",),
         asked_as=_LIST,
         needs_no_template=True,
     ),
@@ -246,7 +288,7 @@ _IN_SEARCH_ORDER = (
         "llama_json",
         LlamaCalls(),
         (CallForm(JsonBody('"', '", "parameters": ', "}"), '{"name": ', join='; {"name": ', is_clear=False),),
-        shown_by=("<|python_tag|>", "Environment: ipython"),
+        shown_by=("<|python_tag|>", "Environment: ipython", '{"name": function name, "parameters": '),
     ),
 )
 
