@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes import ByteTokenizer, FakeEngine, PlainTemplate, describe, thinking_family
 
 from headrace.api.openai_chat import read_chat_completion
-from headrace.cli.configured import configured_text_pipeline, media_limits, media_policy, server_defaults
+from headrace.cli.configured import (
+    configured_session,
+    configured_text_pipeline,
+    media_limits,
+    media_policy,
+    server_defaults,
+)
 from headrace.config_loading import load_config
 from headrace.errors import ConfigError
+from headrace.models.built_in import MINIATURE
 from headrace.session.session import Session
 from headrace.types.chat import ChatMessage, ChatRequest, TextPart
 from headrace.types.media import MediaLimits, MediaPolicy
@@ -95,3 +103,25 @@ def test_flags_reach_the_policy_and_the_limits(tmp_path: Path) -> None:
 def test_a_media_folder_that_is_none_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--media-root"):
         media_policy(load_config(["--media-root", str(tmp_path / "none")], {}).media)
+
+
+@pytest.mark.parametrize(
+    ("flags", "template", "warns"),
+    [
+        ((), "{{ tools | tojson }}{{ '>>>' + messages[0].content }}", True),
+        (("--tool-format", "llama_json"), "{{ tools | tojson }}{{ '>>>' + messages[0].content }}", False),
+        ((), "{{ tools | tojson }}{{ '<tool_call>' + messages[0].content }}", False),
+        ((), "{{ messages[0].content }}", False),
+    ],
+)
+def test_a_template_with_calls_in_an_unknown_syntax_is_named_at_the_start(
+    flags: Sequence[str], template: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "odd-model"
+    shutil.copytree(MINIATURE, folder, ignore=shutil.ignore_patterns("draft"))
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    config = load_config((str(folder), *flags), {})
+    model = describe("odd-model")
+    configured_session(config, cast(Any, FakeEngine("x", model=model)), configured_text_pipeline(config))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [("odd-model" in text, "plain text" in text) for text in said] == ([(True, True)] if warns else [])

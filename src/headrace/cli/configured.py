@@ -77,13 +77,20 @@ def configured_session(config: Config, engine: Engine, text: TextPipeline | None
     """text: None for a model that writes none."""
     if text is None:
         return EmbeddingSession.for_engine(engine)
-    return Session.for_engine(
+    session = Session.for_engine(
         engine,
         text,
         prepares_turns=config.engine.prefix_cache == "on",
         media=(media_policy(config.media), media_limits(config.media)),
         defaults=server_defaults(config.defaults),
     )
+    if session.takes_chats and not session.takes_tools:
+        log.warning(
+            "the chat template of %s shows tools, but calls in a syntax that is unknown here: calls stay plain text, "
+            "unless --tool-format names the syntax",
+            engine.model.name,
+        )
+    return session
 
 
 def models_of_session(config: Config, session: AnySession) -> Models:
