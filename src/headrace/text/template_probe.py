@@ -11,6 +11,7 @@ from typing import Any, Literal
 from headrace.common_prefix import common_length
 from headrace.families.family import ModelFamily
 from headrace.families.registry import detect_reasoning_keys
+from headrace.text.beside_calls import with_text_in_name
 from headrace.tool_calls.calls import IdForm
 from headrace.types.chat import ChatMessage, TextPart
 
@@ -71,6 +72,7 @@ class TemplateTraits:
     takes_several_calls: in one turn.
     takes_thoughts: a call may have thinking and content.
     parts_calls: text beside a call is rendered only as a separate turn before it. parts_thoughts: so is thinking.
+    inserts_text: nor so, but before the calls of the rendered turn, as `beside_calls` does.
     takes_lone_results: without a call.
     joins_results: results must be in the turn of their calls, as `tool_responses`.
     ids: the required form of calls' ids. takes_brief_ids: of fewer than nine characters.
@@ -94,6 +96,7 @@ class TemplateTraits:
     takes_thoughts: bool = True
     parts_calls: bool = False
     parts_thoughts: bool = False
+    inserts_text: bool = False
     takes_lone_results: bool = True
     joins_results: bool = False
     ids: IdForm = "any"
@@ -117,7 +120,10 @@ def probe_template(source: str, attempt: Attempt, family: ModelFamily) -> Templa
         blank=next((text for text in _BLANKS if attempt(_with_answer(text), {}) is not None), ""),
         reasoning_keys=detect_reasoning_keys(source),
     )
-    traits = _with_call_traits(traits, lambda messages: attempt(messages, {"tools": _TOOLS}) or "")
+    has_messages = family.call_syntax is not None and family.call_syntax.messages is not None
+    traits = _with_call_traits(
+        traits, lambda messages: attempt(messages, {"tools": _TOOLS}) or "", has_messages=has_messages
+    )
     if traits.shows_calls:
         counts_ids = family.call_syntax is not None and family.call_syntax.ids == "counted"
         joins_results = "tool_responses" in source and _TOOL_ROLE.search(source) is None
@@ -125,8 +131,13 @@ def probe_template(source: str, attempt: Attempt, family: ModelFamily) -> Templa
     return traits
 
 
-def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], str]) -> TemplateTraits:
-    """The traits with those of tools, calls and results. attempt: empty if the template refuses."""
+def _with_call_traits(
+    traits: TemplateTraits, attempt: Callable[[list[Fields]], str], *, has_messages: bool
+) -> TemplateTraits:
+    """The traits with those of tools, calls and results.
+
+    attempt: empty if the template refuses. has_messages: text and calls are separate messages of one turn.
+    """
     shows_lone_results = any(_RESULT in attempt(_lone_result(ids)) for _, ids in _IDS)
     shows_tools = _NAMES[0] in attempt(_turns("user"))
     traits = replace(traits, shows_tools=shows_tools, takes_lone_results=shows_lone_results)
@@ -138,8 +149,13 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
         arguments = _TEXTS if wants_text else _MAPPINGS
         turns = _calls(ids, arguments[:1])
         question, call, result = turns
-        parts_calls = not _shows(attempt([question, {**call, "content": _SAID}, result]), _SAID, _VALUES[0])
         parted = _parted(turns, traits.reasoning_keys)
+        parts_calls = all(_shows(attempt(each), _SAID, _VALUES[0]) for each in parted)
+        inserts_text = False
+        if _shows_beside(attempt, turns, {**call, "content": _SAID}):
+            parts_calls = False
+        elif has_messages or not parts_calls:
+            inserts_text = _shows_beside(attempt, turns, with_text_in_name(call, _SAID))
         loses_system = traits.takes_system and _loses_note(attempt([*_turns("system"), *turns]) or None)
         return replace(
             traits,
@@ -150,7 +166,8 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
             takes_several_calls=_VALUES[1] in attempt(_calls(ids, arguments)),
             takes_thoughts=bool(attempt(_calls(ids, arguments[:1], traits.reasoning_keys))),
             counts_calls=bool(attempt([question, call, question])),
-            parts_calls=parts_calls and all(_shows(attempt(each), _SAID, _VALUES[0]) for each in parted),
+            parts_calls=parts_calls and not inserts_text,
+            inserts_text=inserts_text,
             parts_thoughts=_shows(attempt(parted[0]), _THOUGHT),
             ids=form,
             takes_brief_ids=bool(attempt(_calls(_BRIEF_IDS, arguments[:1]))),
@@ -158,6 +175,17 @@ def _with_call_traits(traits: TemplateTraits, attempt: Callable[[list[Fields]], 
             shows_ids=(mapping or text).count(ids[0]) > 1,
         )
     return replace(traits, shows_calls=False, shows_results=shows_lone_results)
+
+
+def _shows_beside(attempt: Callable[[list[Fields]], str], turns: Sequence[Fields], spoken: Fields) -> bool:
+    """Whether a call's turn is rendered with its text, and even later if the call is."""
+    question, call, result = turns
+    later = _turns("assistant", "user")
+    if not _shows(attempt([question, spoken, result]), _SAID, _VALUES[0]):
+        return False
+    shown = attempt([question, spoken, result, *later])
+    is_dropped = _VALUES[0] not in attempt([question, call, result, *later])
+    return bool(shown) if is_dropped else _shows(shown, _SAID, _VALUES[0])
 
 
 def _loses_note(rendered: str | None) -> bool:

@@ -14,6 +14,7 @@ from headrace.families.family import ModelFamily
 from headrace.families.registry import REASONING_KEYS
 from headrace.isolation import errors_as
 from headrace.lru_cache import LruCache
+from headrace.text.beside_calls import with_text_before_calls, with_text_in_name, without_spelled
 from headrace.text.control_text import EDGE, ControlText
 from headrace.text.normalise import template_message
 from headrace.text.template_environment import compiled
@@ -44,6 +45,7 @@ class TemplateSource:
         self._source = source
         self._variables = dict(variables)
         self._control_text = control_text
+        self._call_syntax = family.call_syntax
         self._think_markers = frozenset(marker for marker in (family.think_open, family.think_close) if marker)
         self._prepared: LruCache[tuple[ChatMessage, bool], Mapping[str, Any]] = LruCache(_MAX_CHARS)
         self._refuse_broken()
@@ -64,11 +66,13 @@ class TemplateSource:
     def _prepare(self, message: ChatMessage, *, keeps_edges: bool) -> Mapping[str, Any]:
         fields = template_message(message, self.traits)
         wrapped: dict[str, Any] = self._control_text.wrap(fields)
-        if message.role == "assistant":
+        if self.traits.inserts_text and message.tool_calls and wrapped["content"]:
+            wrapped = with_text_in_name(wrapped, wrapped["content"])
+        elif message.role == "assistant":
             # In its history a model's think markers are real, even inside the content.
             wrapped["content"] = self._control_text.wrap(fields["content"], bare=self._think_markers)
-            if keeps_edges:
-                wrapped.update(_with_edges(wrapped))
+        if message.role == "assistant" and keeps_edges:
+            wrapped.update(_with_edges(wrapped))
         return wrapped
 
     def run(
@@ -87,7 +91,7 @@ class TemplateSource:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        return as_written(rendered)
+        return with_text_before_calls(as_written(rendered), self._call_syntax)
 
     def _refuse_broken(self) -> None:
         """Raise ModelError for a template that can't be parsed or does not terminate.
@@ -120,7 +124,7 @@ class TemplateSource:
 
 def _refusal(error: BaseException) -> InvalidRequest:
     if type(error) is TemplateError:  # the template's own `raise_exception`
-        message = f"the model's chat template refuses this: {as_written(str(error))}"
+        message = f"the model's chat template refuses this: {without_spelled(as_written(str(error)))}"
     else:  # messages of Python and Jinja quote the template's input
         message = f"the model's chat template failed on this with {type(error).__name__}"
     return InvalidRequest(message, param="messages")

@@ -33,7 +33,7 @@ _ALPHANUMERICS = string.digits + string.ascii_letters
 def fit_tool_turns(messages: tuple[ChatMessage, ...], traits: TemplateTraits) -> tuple[ChatMessage, ...]:
     """The conversation with its calls and results as the template accepts them. Every content is one text or empty."""
     fitted = _with_ids(matched_results(messages, traits), traits)
-    if not traits.takes_thoughts:
+    if not traits.takes_thoughts and not traits.inserts_text:
         fitted = tuple(_with_thoughts_joined(message) for message in fitted)
     if not traits.shows_calls:
         fitted = tuple(_with_calls_as_text(message) for message in fitted)

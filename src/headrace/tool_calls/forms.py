@@ -100,6 +100,7 @@ class MessageFormat:
     """An output that is a sequence of messages with headers, some of them calls.
 
     turn: begins a message of the model. answer: header of a message for the user.
+    note: around a message for the user that is followed by calls.
     call: header of a call, up to its recipient. recipient: begins that.
     body: the rest of a call's header, and its arguments.
     markers: none of which an answer may contain.
@@ -107,6 +108,7 @@ class MessageFormat:
 
     turn: str
     answer: str
+    note: tuple[str, str]
     call: str
     recipient: str
     body: JsonBody

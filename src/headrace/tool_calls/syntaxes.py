@@ -66,6 +66,15 @@ class CallSyntax:
         return bool(self.forms) or self.messages is not None
 
     @property
+    def turn_markers(self) -> tuple[str, ...]:
+        """Texts one of which begins a turn's calls in a prompt."""
+        return self.parser.start_markers if self.messages is None else (self.messages.turn,)
+
+    def text_before_calls(self, text: str) -> str:
+        """A text for the user as the model writes it before its calls."""
+        return text if self.messages is None else self.messages.note[0] + text + self.messages.note[1]
+
+    @property
     def description(self) -> str:
         """How a prompt asks for calls."""
         return self.asked_as or _TWO_CALLS + self.forms[0].example()
@@ -145,6 +154,7 @@ _HY3, _HY3_PREVIEW = _hunyuan(":opensource"), _hunyuan("")
 _HARMONY = MessageFormat(
     turn="<|start|>assistant",
     answer="<|channel|>final<|message|>",
+    note=("<|start|>assistant<|channel|>commentary<|message|>", "<|end|>"),
     call="<|channel|>commentary",
     recipient=" to=",
     body=JsonBody(" to=functions.", " <|constrain|>json<|message|>", ""),
