@@ -7,9 +7,10 @@ the next such sequence decides, if there is one before another call, the end, or
 held back, everything else of a value is passed on at once.
 
 Models forget end markers. A line that begins with the start of a parameter that the tool declares and that has not been
-given ends the value, unless the next end marker fits in no other way than as that parameter's, quoted: then, or if it
-precedes that very parameter, the value goes on. The end markers of the call end a value, too, if the next call or
-nothing follows; if prose does, only where no other end comes.
+given ends the value (in a syntax without newlines between its tags, such a start anywhere), unless the next end marker
+fits in no other way than as that parameter's, quoted: then, or if it precedes that very parameter, the value goes on.
+The end markers of the call end a value, too, if the next call or nothing follows; if prose does, only where no other
+end comes. The next call may also follow an end marker at once.
 
 Under a grammar the first end marker ends the value, because that is where the grammar ends it.
 """
@@ -21,7 +22,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headrace.tool_calls.forms import TagSyntax
+from headrace.tool_calls.forms import MAYBE_NEWLINE, TagSyntax
 from headrace.tool_calls.literals import Write, convert, escaped
 from headrace.tool_calls.reader import MAX_NAME, NotACall, OutOfText, Reader, Reading, overlap
 from headrace.tool_calls.schema import SCALARS, Schema
@@ -90,6 +91,19 @@ class TagCursor:
             return (yield from self.reader.take_any((self.syntax.key_open, self.syntax.call_close)))
         except NotACall:
             return None
+        finally:
+            self.reader.pos = saved
+
+    def precedes_call(self) -> Reading[bool]:
+        """Whether another call begins here, with its wrapper if each has one. Reads nothing for good."""
+        saved, syntax = self.reader.pos, self.syntax
+        try:
+            yield from self.reader.skip_space()
+            if syntax.wrapper is not None and syntax.wraps_each:
+                if not (yield from self.reader.take(syntax.wrapper[0])):
+                    return False
+                yield from self.reader.skip_space()
+            return (yield from self.begins_call()) is not None
         finally:
             self.reader.pos = saved
 
@@ -177,10 +191,11 @@ class ValueEnd:
         self._fits = fits
         self._is_due = is_due
         self._end_marker = syntax.value_close
-        self._next_key, self._call_close = f"\n{syntax.key_open}", f"\n{syntax.call_close}"
         tags: tuple[str, ...] = (self._end_marker,)
         if fits is not None:
-            tags += (syntax.call_open, self._next_key, self._call_close)
+            followers = (syntax.key_open, syntax.call_close)
+            tags += (syntax.call_open, *(f"\n{tag}" for tag in followers))
+            tags += followers if syntax.newline == MAYBE_NEWLINE else ()
         self._tags = tags
         self._longest_tag = max(map(len, tags))
         self._any_tag = re.compile("|".join(map(re.escape, tags)))
@@ -197,7 +212,7 @@ class ValueEnd:
         while True:
             tag = yield from self._next_tag(search, value)
             if tag is not None:
-                search = tag.start() + 1
+                search = tag.start() + (2 if tag[0][0] == "\n" else 1)
                 end = yield from self._end_at(tag)
             else:  # the text ends, or the value was undecided for long enough
                 end = self._end_without_tag()
@@ -248,11 +263,12 @@ class ValueEnd:
             return (yield from self._end_marker_at(at))
         if tag[0] == self._syntax.call_open:
             return (yield from self._call_at(at))
-        if not self._depth and self._doubt is None and at + 1 >= self._calls_end:
-            if tag[0] == self._next_key:
-                yield from self._key_at(at + 1)
+        at += tag[0][0] == "\n"
+        if not self._depth and self._doubt is None and at >= self._calls_end:
+            if tag[0].endswith(self._syntax.key_open):
+                yield from self._key_at(at)
             else:
-                return (yield from self._call_close_at(at + 1))
+                return (yield from self._call_close_at(at))
         return None
 
     def _call_at(self, at: int) -> Reading[_EndPlace | None]:
@@ -286,8 +302,9 @@ class ValueEnd:
         return None
 
     def _end_before(self, at: int) -> _EndPlace:
-        """An end without a marker, before a tag that begins a line."""
-        return _EndPlace(at if self._syntax.frame else at - 1, at)
+        """An end without a marker, before a tag; a newline before that belongs to it."""
+        has_newline = not self._syntax.frame and self._reader.text[at - 1] == "\n"
+        return _EndPlace(at - has_newline, at)
 
     def _end_marker_at(self, at: int) -> Reading[_EndPlace | None]:
         """The value's end if this end marker makes it certain."""
@@ -301,6 +318,9 @@ class ValueEnd:
                 key = yield from self._key_of_parameter_at(end.behind)
                 if key is not None and self._fits(key):
                     return end if self._unclosed is None or self._unclosed.key == key else self._unclosed.end
+                reader.pos = end.behind
+                if (yield from self._cursor.precedes_call()):
+                    return end if self._unclosed is None else self._unclosed.end
             reader.pos = end.behind
             is_closed, is_certain = yield from self._call_ends()
         except OutOfText:

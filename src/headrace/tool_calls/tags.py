@@ -106,7 +106,8 @@ class TagReader:
                 tag_at = None
                 yield from self._parameter(key)
                 tag_at = reader.pos
-            yield from reader.expect(self._syntax.call_close)
+            if not (self._schema.required <= self._given and (yield from self._cursor.precedes_call())):
+                yield from reader.expect(self._syntax.call_close)
         except OutOfText:
             if tag_at is None or not self._is_complete(reader.text[tag_at:].strip(SPACE)):
                 raise
