@@ -8,6 +8,7 @@ string is wanted, "12" is 12 where an integer is.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -213,6 +214,8 @@ class LiteralReader:
             json_text = _number(text, loose=self._spelling is PYTHON)
             if json_text is not None and schema.needs_integer:
                 json_text = _integer(json_text) or json_text
+            if json_text is not None and not only_string and not _is_finite(json_text):
+                raise NotACall("a number is too large")
         if schema.takes_string and only_string and (text not in _WORDS or _WORDS[text] != "null"):
             # A number or a bare word where the tool wants a string.
             if json_text is not None or (self._spelling.bare and text):
@@ -244,7 +247,7 @@ def convert(text: str, schema: Schema) -> str | None:
     if types is not None and "string" not in types and len(bare) > 1 and bare[0] == bare[-1] == '"':
         bare = bare[1:-1]
     if types is None:
-        parsed = parsed_literal(bare, schema) if bare[:1] in ("[", "{") else _WORDS.get(bare) or _number(bare)
+        parsed = parsed_literal(bare, schema) if bare[:1] in ("[", "{") else _WORDS.get(bare) or _finite(_number(bare))
         return parsed or json.dumps(text, ensure_ascii=False)
     word = _WORDS.get(bare) or _WORDS.get(bare.lower())
     if word is not None and ("null" if word == "null" else "boolean") in types:
@@ -253,7 +256,7 @@ def convert(text: str, schema: Schema) -> str | None:
         number = _number(bare, loose="string" not in types)
         if number is not None and schema.needs_integer:
             number = _integer(number)
-        if number is not None:
+        if (number := _finite(number)) is not None:
             return number
     if (types & {"array"} and bare[:1] == "[") or (types & {"object"} and bare[:1] == "{"):
         parsed = parsed_literal(bare, schema)
@@ -283,6 +286,15 @@ def _number(text: str, *, loose: bool = False) -> str | None:
     fraction = "" if parts["fraction"] is None else f".{parts['fraction'] or 0}"
     exponent = "" if parts["exponent"] is None else f"e{parts['exponent']}"
     return f"{parts['sign'].strip('+')}{parts['whole'].lstrip('0') or 0}{fraction}{exponent}"
+
+
+def _finite(number: str | None) -> str | None:
+    return number if number is not None and _is_finite(number) else None
+
+
+def _is_finite(number: str) -> bool:
+    """Integers are, of any size."""
+    return number.lstrip("-").isdigit() or math.isfinite(float(number))
 
 
 def _integer(number: str) -> str | None:
