@@ -7,6 +7,7 @@ format of its errors.
 from __future__ import annotations
 
 import asyncio
+import re
 from http import HTTPStatus
 from typing import Any
 
@@ -27,6 +28,9 @@ GRACE_S = 1.0
 
 LINGER_S = 2.0
 """Seconds in which a client may read an error before the connection closes. What it sends meanwhile is dropped."""
+
+
+_ADDRESS = re.compile(rb"https?://(?P<host>[^/?#]*)(?P<rest>[^#]*)", re.IGNORECASE)
 
 
 class WaitingConnections(ServerState):
@@ -80,10 +84,10 @@ class FramingConnection(h11.Connection):
             if type(event) is h11.Request and _head_bytes(event) > MAX_HEAD_BYTES:
                 status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
                 raise h11.RemoteProtocolError("too many header fields", error_status_hint=status)
+            return _in_origin_form(event) if type(event) is h11.Request else event
         except h11.RemoteProtocolError as error:
             self.has_long_head = is_head and error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             raise
-        return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
         if self._is_chunked and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
@@ -92,6 +96,26 @@ class FramingConnection(h11.Connection):
         if type(event) is h11.Response:
             self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in b"".join(sent or ()).lower()
         return sent
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """The request with only path and query as its target. Raises RemoteProtocolError for an address without a host.
+
+    A whole address, as to a proxy, names the host in place of the header (RFC 9112, 3.2.2).
+    """
+    address = _ADDRESS.fullmatch(request.target)
+    if address is None:
+        return request
+    if not address["host"]:
+        raise h11.RemoteProtocolError("an address without a host")
+    headers = [(name, value) for name, value in request.headers if name != b"host"]
+    target = address["rest"] if address["rest"].startswith(b"/") else b"/" + address["rest"]
+    return h11.Request(
+        method=request.method,
+        headers=[(b"host", address["host"]), *headers],
+        target=target,
+        http_version=request.http_version,
+    )
 
 
 def _head_bytes(request: h11.Request) -> int:
