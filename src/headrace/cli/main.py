@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
@@ -28,8 +28,11 @@ _PIPE_CLOSED = 141
 """Exit code for writing to a closed pipe, as shells use it: 128 plus the number of SIGPIPE."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the process's exit code: 0, 2 for an error, 130 after Ctrl-C."""
+def main(argv: Sequence[str] | None = None, on_imported: Callable[[], object] = lambda: None) -> int:
+    """Runs one command and returns the process's exit code: 0, 2 for an error, 130 after Ctrl-C.
+
+    on_imported: called when the command's modules have been imported.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     # Our own log in full, except in a chat; of libraries only warnings.
     logging.basicConfig(level=logging.WARNING, format=TEXT_FORMAT)
@@ -37,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger("headrace").setLevel(logging.INFO)
     set_up_libraries()
     try:
-        _run(words)
+        _run(words, on_imported)
     except HeadraceError as error:
         print(f"headrace: {with_flags(error.message)}", file=sys.stderr)
         return _USAGE_ERROR
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(words: Sequence[str]) -> None:
+def _run(words: Sequence[str], on_imported: Callable[[], object]) -> None:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     if not words or words[0].startswith("-"):
@@ -58,7 +61,9 @@ def _run(words: Sequence[str]) -> None:
         raise ConfigError(f"a command is missing; commands: {', '.join(COMMANDS)}")
     command, rest = find_command(words)
     parsed = command.parse(rest)
-    getattr(import_command(command.module), command.name)(parsed)
+    run = getattr(import_command(command.module), command.name)
+    on_imported()
+    run(parsed)
 
 
 def with_flags(message: str) -> str:
@@ -79,13 +84,15 @@ def command() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             # Model output may contain any character; a terminal without it shows a question mark.
             stream.reconfigure(errors="replace")
-    # In a chat Ctrl-C ends an answer only. Both hold even if the caller ignores it, as nohup's shell does.
-    signal.signal(signal.SIGINT, signal.default_int_handler if sys.argv[1:2] == ["chat"] else _interrupt)
     try:
-        code = main()
+        code = main(on_imported=_take_interrupts)
         if sys.stdout is not None:
             sys.stdout.flush()
     except KeyboardInterrupt:  # another one, while the first was being reported
+        code = _INTERRUPTED
+    except ImportError:  # Ctrl-C within an extension's import comes out as this
+        if signal.getsignal(signal.SIGINT) is not _end_at_once:
+            raise
         code = _INTERRUPTED
     except BrokenPipeError:  # as in `headrace doctor | head`
         code = _PIPE_CLOSED
@@ -99,10 +106,20 @@ def command() -> NoReturn:
     os._exit(code)
 
 
+def _take_interrupts() -> None:
+    """Until then Ctrl-C ends the process at once, as `__main__` has it."""
+    # In a chat Ctrl-C ends an answer only. Both hold even if the caller ignores it, as nohup's shell does.
+    signal.signal(signal.SIGINT, signal.default_int_handler if sys.argv[1:2] == ["chat"] else _interrupt)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """The first Ctrl-C ends the command in order, the next one kills the process."""
-    signal.signal(number, lambda *_: os._exit(_INTERRUPTED))
+    signal.signal(number, _end_at_once)
     raise KeyboardInterrupt
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(_INTERRUPTED)
 
 
 def _options_parser() -> Parser:
