@@ -101,7 +101,7 @@ class FramingConnection(h11.Connection):
 def _in_origin_form(request: h11.Request) -> h11.Request:
     """The request with only path and query as its target. Raises RemoteProtocolError for an address without a host.
 
-    A whole address, as to a proxy, names the host in place of the header (RFC 9112, 3.2.2).
+    A whole address, as to a proxy, names the host instead of the header (RFC 9112, 3.2.2).
     """
     address = _ADDRESS.fullmatch(request.target)
     if address is None:

@@ -2,7 +2,7 @@
 
 Beyond strict JSON it accepts what is unambiguous: bare line breaks in strings, backslashes that escape nothing, `True`
 and `None`, a trailing comma. A schema converts a value of another type where nothing is lost: 4711 is "4711" where a
-string is wanted, "12" is 12 where an integer is.
+string is wanted, "12" is 12 where an integer is. A number beyond the largest float is none.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def _finite(number: str | None) -> str | None:
 
 
 def _is_finite(number: str) -> bool:
-    """Integers are, of any size."""
+    """Whether a JSON reader gets a number, not infinity. Integers may have any size."""
     return number.lstrip("-").isdigit() or math.isfinite(float(number))
 
 
