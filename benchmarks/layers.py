@@ -204,6 +204,8 @@ def attention_layers(kind: DeviceKind) -> Iterator[Case]:
     for context in sizes.contexts:
         for num_rows, num_tokens in sizes.rows:
             yield _attend(sizes, _cached(sizes, num_rows, num_tokens, context), num_rows, num_tokens, context)
+    for num_tokens, context in product(sizes.chunks, (0, *sizes.contexts)):
+        yield _attend_chunk(sizes, _cached(sizes, 1, num_tokens, context), num_tokens, context)
 
 
 def _cached(sizes: LayerSizes, num_rows: int, num_tokens: int, context: int) -> _Cached:
@@ -287,3 +289,23 @@ def _attend(sizes: LayerSizes, cached: _Cached, num_rows: int, num_tokens: int, 
     shape = f"{rows_name(num_rows, num_tokens)} behind {context}"
     error = error_of_first(wanted, lambda y: y[:, :num_tokens])
     return case_of("attention.attend", shape, moved, Chain(x, step), error)
+
+
+def _attend_chunk(sizes: LayerSizes, cached: _Cached, num_tokens: int, context: int) -> Case:
+    """Its own keys and values are there already."""
+    heads, scale, num_checked = sizes.heads, sizes.heads.head_dim**-0.5, min(8, num_tokens)
+    queries = normal(sizes, num_tokens, heads.num_heads, heads.head_dim)
+    scales = mx.array([scale])
+    mx.eval(queries)
+
+    def step(given: mx.array, i: int) -> list[mx.array]:
+        plan = cached.plans[i % len(cached.plans)]
+        return [attention.attend(heads, plan, max(64, num_tokens), given, [cached.slabs], scales)]
+
+    last = num_tokens - num_checked
+    row = (0, num_checked, context + last, *cached.rows[0][0][3:])
+    held = [array[:1] for array in cached.slabs]
+    wanted = right.attend(heads, [row], double(queries[last:]), [(held[0], held[1])], scale, None, None)
+    moved = 2 * queries.nbytes + sum(array[0, :, : context + num_tokens].nbytes for array in held)
+    error = error_of_first(wanted, lambda y: y[:, last:])
+    return case_of("attention.attend", f"chunk of {num_tokens} behind {context}", moved, Chain(queries, step), error)

@@ -2,8 +2,8 @@
 
 Starts `headrace serve`, or `headrace ray serve` where `--replicas` is given, waits until it is warmed up, and prints a
 table: bursts, arrivals, the next turn of a long conversation, streams beside such turns, whether answers are the same
-alone and in company, and whether conversations stay on their replica. Greedy, streamed, exact numbers of tokens. The
-client runs on the same machine.
+from the cache and in company, and whether conversations stay on their replica. Greedy, streamed, exact numbers of
+tokens. The client runs on the same machine.
 """
 
 from __future__ import annotations
@@ -221,11 +221,13 @@ def pieces_per_s(streams: Sequence[Answer], start: float, end: float) -> float:
 
 
 async def equality(client: Client) -> None:
+    """Each question alone, again with its prompt in the cache, and from the cache with the others beside it."""
     prompts = [words(12, f"equal {n}") for n in range(_NUM_EQUAL)]
-    alone = [await client.ask(question(prompt), _EQUAL_TOKENS) for prompt in prompts]
+    first, again = [[await client.ask(question(each), _EQUAL_TOKENS) for each in prompts] for _ in range(2)]
     together = await client.ask_all(prompts, _EQUAL_TOKENS)
-    num_equal = sum(one.text == other.text for one, other in zip(alone, together, strict=True))
-    row("the same greedy answers alone and together", f"{num_equal} of {_NUM_EQUAL}")
+    for label, others in (("alone, first and again", first), ("again, alone and together", together)):
+        num_equal = sum(one.text == other.text for one, other in zip(again, others, strict=True))
+        row(f"the same greedy answers {label}", f"{num_equal} of {_NUM_EQUAL}")
 
 
 async def sessions(client: Client) -> None:
