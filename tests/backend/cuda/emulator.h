@@ -222,10 +222,14 @@ static unsigned tile_transposed(unsigned two) {
   return number(t * 2) | number(t * 2 + 1) << 16;
 }
 
-// What is copied to shared memory is there once it is waited for, and no earlier.
+// What is copied to shared memory is there once it is waited for, and no earlier. Copies that are under way at the same time have
+// no order, so they must not have one place.
 static void copied_later(void* to, const void* from, int bytes) {
   if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes) abort();
   auto& under_way = threads[current].under_way;
+  for (const auto& stage : under_way)
+    for (const Copy& copy : stage)
+      if (copy.to == to) abort();
   if (under_way.empty()) under_way.emplace_back();
   under_way.back().push_back({to, from, bytes});
 }

@@ -209,6 +209,24 @@ def test_attention_of_a_row_is_the_same_however_blocks_share_the_work(
     assert all(mx.array_equal(each, found[0]) for each in found)
 
 
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rows' keys are in so many parts that a chunk's first tokens see none of the last ones."""
+    attention._attend_chunks.cache_clear()
+    monkeypatch.setattr(attention, "_FEWEST_KEYS", 64)
+    yield
+    attention._attend_chunks.cache_clear()
+
+
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 256])
+@pytest.mark.usefixtures("short_parts")
+def test_a_block_goes_on_from_parts_of_keys_that_its_tokens_do_not_see(head_dim: int) -> None:
+    """Here a copy to a place to which another one is still under way ends the process."""
+    shape, rows = HeadShape(2, 1, head_dim), ((0, 160, 40, 1, 0), (160, 1, 77, 0, 3), (161, 140, 0, 2, 0))
+    with emulation(), in_blocks(FEW_BLOCKS):
+        attention_tests.test_chunks_of_prompts_find_what_they_see(shape, rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", matmul_tests.FORMS)
 def test_products_of_odd_widths_and_in_any_company(form: tuple[int, int]) -> None:

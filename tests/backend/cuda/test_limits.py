@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import mlx.core as mx
 import pytest
 
-from headrace.backend.cuda import attention, kernel, matmul, moe
+from headrace.backend.cuda import attention, delta, kernel, matmul, moe
 from headrace.backend.cuda.matmul import Weights
 from headrace.backend.cuda.shapes import HeadShape
 
@@ -41,6 +43,25 @@ def test_attention_is_done_on_every_card(head_dim: int, room: int) -> None:
     declared += 16 * (head_dim + 4) * 4 if attention._runs_in_shared(head_dim) else 16
     assert 1 <= stages <= 3
     assert stages * 4 * 2 * 16 * head_dim * 2 + declared <= room
+
+
+@pytest.mark.parametrize(("head_dim", "most_keys"), [(64, 64), (128, 64), (256, 32)])
+def test_attention_of_chunks_is_done_on_every_card(head_dim: int, most_keys: int, room: int) -> None:
+    # what chunk_attention.cuh asks for: 64 queries, twice a tile of keys and values, each padded by 8 numbers
+    assert attention._chunk_keys(head_dim) == most_keys
+    assert attention._chunk_bytes(head_dim, most_keys) == (64 + 2 * 2 * most_keys) * (head_dim + 8) * 2
+    assert attention._chunk_bytes(head_dim, most_keys) + _declared("chunk_attention.cuh") <= room
+
+
+@pytest.mark.parametrize("num_warps", [1, 2, 3, 4])
+def test_blocks_of_tokens_are_done_on_every_card(num_warps: int, room: int) -> None:
+    assert delta._takes_blocks(128, 16 * num_warps, mx.bfloat16)
+    assert delta._block_bytes(128, num_warps) + _declared("delta_blocks.cuh") <= room
+
+
+def _declared(source: str) -> int:
+    """Variables in shared memory besides what a launch asks for: each takes a byte at least."""
+    return len(re.findall(r"^ *__shared__", kernel.source_of(source), re.MULTILINE))
 
 
 def test_on_an_h100_two_blocks_share_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,8 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
   extern __shared__ uint4 staged[];
   T* own_queries = reinterpret_cast<T*>(staged);  // [TILE, WIDTH]
   T* stages = own_queries + TILE * WIDTH;         // [2, keys and values, KEYS, WIDTH]
-  __shared__ bool comes_last;
+  // Where it pads the first query: heads of 256 take all shared memory that a block has on cards for desktops.
+  bool& comes_last = *reinterpret_cast<bool*>(own_queries + D);
 
   auto num_tiles = [&](const Row& row) { return HKV * ((row.num_tokens * GROUP + TILE - 1) / TILE); };
   auto is_small = [](const Row& row) { return row.is_small(MANY_TOKENS, MANY_KEYS); };
@@ -147,7 +148,8 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
       }
       end_stage();
     };
-    __syncthreads();  // the tile before is done with what is copied over
+    await_stage<0>();  // queries of a tile before that saw none of its part's keys: copies under way have no order
+    __syncthreads();   // the tile before is done with what is copied over
     for (int i = threadIdx.x; i < TILE * TILES; i += THREADS)
       copy_async(own_queries + i / TILES * WIDTH + i % TILES * 8, queries + place(min(i / TILES, num_rows - 1), i % TILES));
     end_stage();
