@@ -14,6 +14,8 @@ from models import tiny, tiny_fused
 from models.mixed_steps import MixedSteps
 
 from headrace.backend import blas
+from headrace.backend.cuda import delta
+from headrace.backend.cuda.shapes import MANY_TOKENS, Prepared
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.levels import Level, choose_levels
@@ -249,3 +251,21 @@ def test_kernels_that_differ_are_not_used_and_that_is_told(part: str, monkeypatc
     assert result.lowered == (WITHOUT_KERNELS,)
     assert not result.packed.kernels.fuses_layers
     assert set(result.packed.levels.values()) == {Level.ADAPTER}
+
+
+@tiny_fused.only_operations
+@pytest.mark.parametrize("is_wrong_for_many", [True, False])
+def test_what_kernels_do_with_many_tokens_and_with_few_is_checked(
+    is_wrong_for_many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = delta.scan_chunks
+
+    def wrong(plan: mx.array, stops: mx.array, tokens: Prepared, *others: Any, **options: Any) -> Any:
+        y, states = right(plan, stops, tokens, *others, **options)
+        return (-y if (len(y) >= MANY_TOKENS) == is_wrong_for_many else y), states
+
+    model = tiny.build(tiny_fused.widen("qwen3_5", monkeypatch))
+    assert not check(model, tiny_fused.KERNELS, VOCAB_SIZE, "float32").lowered
+    monkeypatch.setattr(delta, "scan_chunks", wrong)
+    model = tiny.build("qwen3_5_wide")
+    assert WITHOUT_KERNELS in check(model, tiny_fused.KERNELS, VOCAB_SIZE, "float32").lowered

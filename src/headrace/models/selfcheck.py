@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from headrace.backend.cuda.shapes import LONGEST_WINDOW
+from headrace.backend.cuda.shapes import LONGEST_WINDOW, MANY_TOKENS
 from headrace.backend.device import Device
 from headrace.backend.kernels import Kernels
 from headrace.cancellation import check_cancelled
@@ -26,7 +26,6 @@ from headrace.errors import ModelError
 from headrace.families.registry import find_family
 from headrace.isolation import errors_as, first_line
 from headrace.models.levels import Level, Levels, choose_levels
-from headrace.models.mixers.cuda_attention import SHORT_ROW_TOKENS
 from headrace.models.packed import PackedModel
 from headrace.models.picture_processor import ProcessedPicture, load_picture_processor
 from headrace.models.source import ModelFiles
@@ -40,8 +39,9 @@ logger = logging.getLogger(__name__)
 
 LENGTH = 12
 """Tokens per row."""
-CHUNKS = (SHORT_ROW_TOKENS + 4, LONGEST_WINDOW + 4)
-"""Tokens that the first row has besides with our CUDA kernels: attention of the first chunk is the library's."""
+CHUNKS = (MANY_TOKENS + 4, LONGEST_WINDOW + 4)
+"""Tokens that the first row has besides with our CUDA kernels, which sum many tokens otherwise than few. With
+narrow heads, attention of the first chunk is the library's."""
 STEPS = (((5, 0), (0, 0)), ((2, 0), (6, 0)), ((1, 2), (1, 1)), ((1, 2), (2, 0)), ((3, 0), (3, 0)))
 """Per step and row: tokens of the row, then junk drafts that are rejected."""
 WITHOUT_KERNELS = "results of our CUDA kernels differ from mlx-lm's: these layers run without them"
@@ -147,9 +147,8 @@ def check(model: Any, kernels: Kernels, vocab_size: int, precision: str) -> Chec
     for levels, with_kernels, note in (*fused, *others):
         packed = PackedModel(model, levels, with_kernels)
         check_cancelled()
-        packed.kernels = replace(
-            with_kernels, attention_pairs=0
-        )  # so that the first chunk is computed like longer ones
+        # so that the first chunk is computed like longer ones
+        packed.kernels = replace(with_kernels, attention_pairs=0)
         try:
             margin = compare(packed, reference)
         except ModelError as error:
