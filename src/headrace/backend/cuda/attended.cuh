@@ -1,8 +1,10 @@
-// What both forms of attention share: sums of values by softmax weights, which are powers of two relative to a maximum.
+// What attention.cuh and chunk_attention.cuh share. Scores are in powers of two; softmax weights, and sums of them and of values
+// times them, are relative to the highest score so far.
 
+// The weight of a score; 0 for -inf, the score of a key that is not seen and the highest one of no keys.
 __device__ float relative(float top, float maximum) { return top == -INFINITY ? 0.0f : exp2f(top - maximum); }
 
-// A sum relative to a higher maximum than before, with another one. It is rounded in the same places wherever this is inlined.
+// Two sums, brought to one maximum by factors. It is rounded in the same places wherever this is inlined.
 __device__ float put_together(float sum, float by, float added, float by_added) {
   return __fmaf_rn(added, by_added, __fmul_rn(sum, by));
 }
@@ -24,7 +26,7 @@ struct Output {
   const T* gates;
   T* out;
 
-  // What sums are multiplied by once they are complete.
+  // By what complete sums are multiplied.
   __device__ float factor(int head, float maximum, float total) const {
     if (!SINKS) return 1.0f / total;
     const float sink = static_cast<float>(sinks[head]) * 1.44269504f, higher = fmaxf(sink, maximum);

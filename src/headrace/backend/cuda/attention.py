@@ -1,7 +1,8 @@
-"""Attention on NVIDIA GPUs: one launch a layer, whatever the rows' lengths and places.
+"""Attention on NVIDIA GPUs, whatever the rows' lengths and places.
 
-For rows of a few tokens it makes their queries of a projection, and writes keys and values, too; `rope_append` does no
-more than that, for chunks of prompts and for rows whose attention is computed elsewhere.
+For rows of a few tokens one launch a layer also makes queries of a projection, and writes keys and values. Where there
+are chunks of prompts, or rows whose attention is computed elsewhere, `rope_append` does that before; and chunks of many
+tokens or keys have a launch of their own.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ Elsewhere there are as many of them as one block has room for."""
 _CHUNK_TILE = 64
 """Rows of a block's tile in chunk_attention.cuh."""
 _PAD = 8
+"""Numbers behind a row in its shared memory."""
 _CHUNK_KEYS = {64: 64, 128: 64, 256: 32}
 """Keys that a block reads at a time, by head_dim: on an H100 a multiprocessor has room for two blocks."""
 CHUNK_BLOCKS = 264
 """Blocks that run at a time on the 132 multiprocessors of an H100 or H200."""
 _MOST_PARTS = 4 * CHUNK_BLOCKS
-"""Parts of rows' keys that there is memory for: of heads of 256, 71 MB. With more, fewer blocks have work."""
+"""Parts of rows' keys that there is memory for, with heads of 256 in 71 MB. Of more, a block does all of a tile's."""
 _FEWEST_KEYS = 512
-"""Of a part of a row's keys: fewer don't pay for adding the parts up."""
+"""Keys of a part: fewer don't pay for adding the parts up."""
 
 _SCALE = "scale[0] * 1.44269504f"
-"""Of scores, whose weights are powers of two."""
+"""By log2 e, for weights are computed as powers of two."""
 
 _PROJECTED = ("projected", "positions", "frequencies", "axes")
 _NORMS = ("q_norm", "k_norm", "eps")
@@ -64,7 +66,7 @@ def _heads(normed: bool) -> str:
 
 @cache
 def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int, normed: bool | None) -> CudaKernel:
-    """normed: whether heads that it makes of a projection are; None for queries that are made."""
+    """normed: whether heads that it makes of a projection are; None for queries that are made already."""
     heads = "MadeQueries<T, HQ, D>{queries}" if normed is None else _heads(normed)
     call = (
         f"attend<T, HQ, HKV, D, {_stages(head_dim)}, {str(_runs_in_shared(head_dim)).lower()}, MANY_TOKENS, MANY_KEYS>"
@@ -142,7 +144,7 @@ def _slab_names(num_slabs: int) -> tuple[list[str], list[str]]:
     return [f"k{i}" for i in range(num_slabs)], [f"v{i}" for i in range(num_slabs)]
 
 
-def _even_number(slabs: Sequence[tuple[mx.array, mx.array]]) -> tuple[list[mx.array], int]:
+def _filled(slabs: Sequence[tuple[mx.array, mx.array]]) -> tuple[list[mx.array], int]:
     """Keys, then values of the slabs, the first one repeated up to a power of two: fewer kernels are built."""
     number = 1 << (len(slabs) - 1).bit_length()
     filled = [*slabs, *[slabs[0]] * (number - len(slabs))]
@@ -164,13 +166,14 @@ def attend(
     """`[1, T, num_heads · head_dim]`: what queries `[T, num_heads, head_dim]` find in their rows' slots.
 
     Where these are yet to be made of a projection, its keys and values are written there first, in place. Nothing but
-    the result says that the writing is done. Rows of more than LONGEST_WINDOW tokens need queries that are made.
+    the result says that the writing is done. Rows of more than LONGEST_WINDOW tokens need those of `rope_append`.
 
     plan: int32 `[R, 8]`, see rows.cuh; rows may have no tokens. most: tokens of a row at most.
     slabs: keys and values `[slots, num_kv_heads, capacity, head_dim]`. scale: float32 `[1]`.
-    gates: a projection, and where it has them. many_tokens: of a row whose tiles share keys.
+    gates: a projection, and where it has them. many_tokens: rows of so many, or that see more than MANY_KEYS keys, go
+    through chunk_attention.cuh if `most` is more than LONGEST_WINDOW.
     """
-    held, number = _even_number(slabs)
+    held, number = _filled(slabs)
     head_dim = shape.head_dim
     if isinstance(queries, ProjectedHeads):
         dtype, num_tokens, normed = queries.projected.dtype, queries.projected.shape[1], queries.norms is not None
@@ -225,7 +228,7 @@ def rope_append(
 
     plan: int32 `[R, 8]` of all rows in their order, see rows.cuh; those without tokens come last.
     """
-    held, number = _even_number(slabs)
+    held, number = _filled(slabs)
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
     dtype, num_tokens = heads.projected.dtype, heads.projected.shape[1]
     inputs, template = _inputs(heads)

@@ -1,20 +1,20 @@
-// Attention of prompts' chunks over keys and values in slabs, see state/slabs.py; their own are there already.
+// Attention of prompts' chunks over keys and values in slabs, see state/slabs.py, where the chunks' own are written already.
 //
-// plan: see rows.cuh. queries, small [T, HQ, D]: what small rows have found, whose sums are those of attention.cuh.
+// plan: see rows.cuh. queries [T, HQ, D]. small [T, HQ, D]: results of small rows from attention.cuh, which are copied.
 //
-// A block takes a tile of TILE rows, which are the query heads of a key head of neighbouring tokens, a warp 16 of them; all
-// read the same keys from shared memory, KEYS of them at a time while the next ones are on their way. Where keys begin is a
-// multiple of KEYS from the slot's beginning, so a token's sums hardly depend on where chunks are cut.
+// A block takes a tile of TILE query rows: the heads that share a key head, of neighbouring tokens. A warp takes 16 of them, and
+// all warps read the same keys from shared memory, KEYS at a time while the next ones are copied. Tiles of keys begin at
+// multiples of KEYS from the slot's beginning, so a token's sums hardly depend on where chunks are cut.
 
 constexpr int WARPS = 4;
 constexpr int TILE = 16 * WARPS;
 constexpr int PAD = 8;  // behind a row in shared memory: eight rows then lie in different banks
 
-// A row's keys in parts for separate blocks, where its tiles are fewer than the blocks that run at once.
+// A row's keys in parts of `size`, for separate blocks where the row has fewer tiles than blocks run at once.
 struct KeyParts {
   int begin, size, number;
 
-  // keys: how many are read at a time
+  // keys: how many are read at a time. fewest: keys of a part
   __device__ KeyParts(const Row& row, int num_tiles, int keys, int blocks_at_once, int fewest) {
     const int first = row.window ? max(row.first, row.start - row.window + 1) : row.first, origin = row.first / PLACES * PLACES;
     begin = origin + (first - origin) / keys * keys;
@@ -25,12 +25,12 @@ struct KeyParts {
   }
 };
 
-// What a thread has of rows r and r + 8 of a warp: the highest scores, sums of weights, and of values by them; columns
-// 8 i + 2 t and the next.
+// What a thread has found for rows r and r + 8 of its warp: the highest scores, the sums of weights, and the sums of values times
+// weights in columns 8 i + 2 t and 8 i + 2 t + 1.
 template <int D>
-struct Rows {
+struct Found {
   static constexpr int TILES = D / 8, THREADS = WARPS * 32;
-  static constexpr int SIZE = (TILES + 1) * THREADS * 4;  // floats in memory, of all threads
+  static constexpr int SIZE = (TILES + 1) * THREADS * 4;  // floats of all threads in memory
   float top[2] = {-INFINITY, -INFINITY}, weight[2] = {}, o[TILES][4] = {};
 
   __device__ static float4* place(float* memory, int i) { return reinterpret_cast<float4*>(memory) + i * THREADS + threadIdx.x; }
@@ -51,7 +51,7 @@ struct Rows {
     }
   }
 
-  // Adds what is in memory, of the keys before these or behind them.
+  // Adds what is in memory: of the keys before these, or of those behind them.
   template <bool IS_BEFORE>
   __device__ void add(float* memory) {
     const float4 of_rows = __ldcg(place(memory, TILES));
@@ -74,11 +74,11 @@ struct Rows {
   }
 };
 
-// The parts of all tiles are numbered. If there is memory for all of them, each is left there, and the block that comes last adds
-// a tile's parts up; else a block does all of a tile's. Both add one part after the other, so a row's sums don't depend on the
-// rows beside it.
+// If there is memory for the parts of all tiles, each part is an item of its own, and the block that is done last with one of a
+// tile's parts adds them up; else an item is a tile, whose parts a block computes one after the other. Both add the parts in
+// order, so a row's sums don't depend on the rows beside it.
 //
-// partial [most_parts, Rows<D>::SIZE], no fewer than blocks. counters [most_parts]: zero before and after.
+// partial [most_parts, Found<D>::SIZE]: at least one for each block. counters [most_parts]: zero before and after.
 template <typename T, int HQ, int HKV, int D, int KEYS, int BLOCKS_AT_ONCE, int FEWEST_KEYS, int MANY_TOKENS, int MANY_KEYS,
           typename Output>
 __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, const T* small, T* const* slab_keys,
@@ -104,18 +104,18 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
   };
   auto num_whole = [&](int at) { return at < plan_rows ? num_tiles(Row(plan, at)) : 0; };
   const int all_parts = sum_of_items(plan_rows, num_parts), blocks = gridDim.x;
-  const bool are_apart = all_parts <= most_parts;
-  const int total = are_apart ? all_parts : sum_of_items(plan_rows, num_whole);
+  const bool parts_fit = all_parts <= most_parts;
+  const int total = parts_fit ? all_parts : sum_of_items(plan_rows, num_whole);
 
   for (int turn = 0; turn * blocks < total; turn++) {
-    // there and back, since the later of a row's tiles come first and take longer
+    // in turn upwards and downwards, so that blocks get equal shares: a row's last tiles, which take longest, come first
     const int item = turn * blocks + (turn % 2 ? blocks - 1 - blockIdx.x : blockIdx.x);
     if (item >= total) continue;
     int row_item;
-    const Row row(plan, are_apart ? row_of(item, num_parts, row_item) : row_of(item, num_whole, row_item));
+    const Row row(plan, parts_fit ? row_of(item, num_parts, row_item) : row_of(item, num_whole, row_item));
     const KeyParts parts = parts_of(row);
-    const int own_part = are_apart ? (item - row_item) % parts.number : 0;
-    const int reversed = num_tiles(row) - 1 - (item - row_item) / (are_apart ? parts.number : 1);
+    const int own_part = parts_fit ? (item - row_item) % parts.number : 0;
+    const int reversed = num_tiles(row) - 1 - (item - row_item) / (parts_fit ? parts.number : 1);
     const int head = reversed % HKV, first_row = reversed / HKV * TILE, num_rows = min(row.num_tokens * GROUP - first_row, TILE);
     auto place = [&](int m, int i) {  // in queries and results
       const int of_row = first_row + m;
@@ -162,16 +162,16 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
       for (int i = 0; i < STEPS; i++) query_at(q[Q_IN_REGISTERS ? i : 0], i);
     }
 
-    auto memory_of = [&](int number) { return partial + static_cast<long>(number) * Rows<D>::SIZE; };
-    float* own_memory = memory_of(are_apart ? item : blockIdx.x);
-    const int end_part = are_apart ? own_part + 1 : parts.number;
+    auto memory_of = [&](int number) { return partial + static_cast<long>(number) * Found<D>::SIZE; };
+    float* own_memory = memory_of(parts_fit ? item : blockIdx.x);
+    const int end_part = parts_fit ? own_part + 1 : parts.number;
     for (int part = own_part; part < end_part; part++) {
-      Rows<D> rows;
-      auto &o = rows.o;
-      auto &top = rows.top, &weight = rows.weight;
+      Found<D> found;
+      auto &o = found.o;
+      auto &top = found.top, &weight = found.weight;
       const int part_begin = parts.begin + part * parts.size, end = min(part_begin + parts.size, num_keys);
       int at = max(part_begin, parts.begin + (first_key - parts.begin) / KEYS * KEYS), stage = 0;
-      if (part > own_part) __syncthreads();  // all are done with what is copied over
+      if (part > own_part) __syncthreads();  // all warps are done with the stage that is copied over
       if (at < end) fetch(at, 0);
       for (; at < end; at += KEYS, stage ^= 1) {
         await_stage<0>();
@@ -241,8 +241,8 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
       }
       weight[0] = quad_sum(weight[0]), weight[1] = quad_sum(weight[1]);
 
-      if (are_apart && parts.number > 1) {
-        rows.write(own_memory);
+      if (parts_fit && parts.number > 1) {
+        found.write(own_memory);
         __threadfence();
         __syncthreads();
         const int first = item - part;  // of the tile's parts
@@ -251,12 +251,12 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
         if (!comes_last) break;
         __threadfence();
         if (threadIdx.x == 0) counters[first] = 0;
-        rows.read(memory_of(first));
-        for (int i = 1; i < parts.number; i++) rows.template add<false>(memory_of(first + i));
+        found.read(memory_of(first));
+        for (int i = 1; i < parts.number; i++) found.template add<false>(memory_of(first + i));
       } else {
-        if (part) rows.template add<true>(own_memory);
+        if (part) found.template add<true>(own_memory);
         if (part + 1 < parts.number) {
-          rows.write(own_memory);
+          found.write(own_memory);
           continue;
         }
       }

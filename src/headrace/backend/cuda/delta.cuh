@@ -6,8 +6,8 @@
 
 constexpr int LANES = 8;
 
-// N channels of a thread: more of them, fewer reads of keys and queries. It says which products are rounded before a sum, so that
-// a token gets the same bits wherever this is inlined.
+// A thread's N channels: the more, the fewer reads of keys and queries. Sums say where they are rounded, so that a token gets the
+// same bits wherever this is inlined.
 template <int DK, int N = 1>
 struct Channels {
   static constexpr int QUADS = DK / (4 * LANES);

@@ -17,9 +17,9 @@ _CHANNELS = 16
 _LANES = 8
 """Threads of a value channel, as in delta.cuh."""
 _WIDEST = 64
-"""Most value channels of a window's block without any that share threads."""
+"""Most value channels of a window's block of which no two share a thread."""
 _MOST_SLICES = 4
-"""Most channels that share threads."""
+"""Most value channels that share a thread."""
 _PREPARED_TOKENS = 64
 """Tokens whose inputs a block prepares."""
 _NORM_THREADS = 128
@@ -162,7 +162,7 @@ def prepare_chunks(
     num_tokens = projected.shape[1]
     keys = ((num_tokens, shape.num_k_heads, shape.head_k_dim), projected.dtype)
     gates = ((num_tokens, shape.num_v_heads), mx.float32)
-    # of narrow heads half of its threads, of others as many as their registers allow
+    # with narrow heads for half of the threads that it can run, with wider ones for as many as have registers
     num_blocks = 8 if max(shape.head_k_dim, shape.head_v_dim) * projected.itemsize <= 256 else 2
     *found, raw = _prepare(num_blocks)(
         (plan, stops, projected, *weights[:3], *table[1:]),

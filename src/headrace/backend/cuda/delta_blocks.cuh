@@ -1,7 +1,7 @@
 // The scan of delta_scan.cuh for numbers of 16 bits, a block of tokens at once by the matrix units. Arguments as there; the
 // formulas and their names R, L and G are those of the chunked form in backend/delta_rule.py, with its chunk for our block.
 //
-// Which form a row takes depends on it alone: with fewer than LEAST tokens it goes token by token, with the sums of delta_scan.
+// A row of fewer than LEAST tokens goes through delta_scan instead, whatever rows are beside it.
 //
 // A block of threads does WARPS * 16 value channels of a head of a row. Each of WARPS warps holds its channels' state in
 // registers and goes through the blocks of tokens; the last warp solves the next block's triangular system meanwhile. What is of
@@ -10,7 +10,7 @@
 constexpr int BLOCK = 32;
 constexpr int PAD = 8;  // behind a row in shared memory: eight rows then lie in different banks
 
-// Two neighbouring numbers as two of 16 bits each.
+// Two neighbouring numbers, each as the sum of two of 16 bits.
 template <typename T>
 struct Split {
   unsigned high, low;
@@ -36,14 +36,14 @@ struct Left {
     }
   }
 
-  // c += this times what T has exactly
+  // c += this times b, whose numbers are exact in T
   __device__ void times(float (&c)[4], unsigned b0, unsigned b1) const {
     multiply(c, high, b0, b1, T());
     multiply(c, low, b0, b1, T());
   }
 };
 
-// A matrix [BLOCK, BLOCK] of float32.
+// A matrix [BLOCK, BLOCK] of float32, split likewise.
 template <typename T>
 struct Halves {
   T high[BLOCK][BLOCK + PAD], low[BLOCK][BLOCK + PAD];
@@ -62,7 +62,7 @@ struct Halves {
 template <typename T, int DK, int CHANNELS>
 struct Stage {
   T k[BLOCK][DK + PAD], q[BLOCK][DK + PAD], v[BLOCK][CHANNELS + PAD];
-  float g[2 * BLOCK], beta[BLOCK];  // the second half of g may be read
+  float g[2 * BLOCK], beta[BLOCK];  // the second half of g is read but not used
 };
 
 // Of BLOCK rows of WIDTH numbers, a stride apart, the first `count`; zeros for the others.
@@ -101,14 +101,14 @@ struct Ends {
   __device__ bool is_last() const { return stop == chunk.first_stop + chunk.num_stops; }
 
   // Where the state is wanted next: at the stops, and then at the certain tokens' end.
-  __device__ int wanted() const {
+  __device__ int upcoming() const {
     const int last = chunk.first_stop + chunk.num_stops;
     return stop < last ? stops[stop] : (stop == last ? chunk.num_certain : chunk.num_tokens + 1);
   }
 
   __device__ int after(int begin) {
-    while (wanted() <= begin) stop++;
-    return min(min(begin + BLOCK, wanted()), chunk.num_tokens);
+    while (upcoming() <= begin) stop++;
+    return min(min(begin + BLOCK, upcoming()), chunk.num_tokens);
   }
 };
 
@@ -148,7 +148,7 @@ __device__ void delta_blocks(const int* plan, const int* stops, const T* q, cons
   };
 
   auto solve = [&](const Stage<T, DK, CHANNELS>& from, Solved<T>& to) {
-    // No comparisons, which would take longer than the products: behind the last token it goes on with what is not used.
+    // No comparisons, which would take longer than the products: entries behind the last token hold anything, and are not used.
     float since = 1;
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
@@ -275,12 +275,12 @@ __device__ void delta_blocks(const int* plan, const int* stops, const T* q, cons
       for (int i = 0; i < 2; i++)
         *reinterpret_cast<float2*>(to + place(of, i) + j * 8) = {s[j][i * 2], s[j][i * 2 + 1]};
   };
-  Ends wanted(chunk, stops);
-  auto leave = [&](int until) {  // the states wanted after so many tokens
-    for (; wanted.wanted() <= until; wanted.stop++) {
-      const bool is_last = wanted.is_last();
+  Ends ends_of_states(chunk, stops);
+  auto leave = [&](int until) {  // the states that are wanted after so many tokens
+    for (; ends_of_states.upcoming() <= until; ends_of_states.stop++) {
+      const bool is_last = ends_of_states.is_last();
       if (!is_last || (chunk.num_tokens && chunk.slot >= 0))
-        keep(is_last ? state : state_at_stops, is_last ? chunk.slot : wanted.stop);
+        keep(is_last ? state : state_at_stops, is_last ? chunk.slot : ends_of_states.stop);
     }
   };
 

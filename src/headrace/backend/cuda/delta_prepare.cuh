@@ -19,7 +19,7 @@ __device__ void delta_prepare(const int* plan, const int* stops, const T* projec
   constexpr int C = 2 * HK * DK + HV * DV, CONTEXT = KERNEL - 1, STASH = LONGEST - 1;
   constexpr int WIDEST = DK > DV ? DK : DV, PER_LANE = (WIDEST + 31) / 32;
   constexpr int EACH = WIDTH % 2 ? 1 : 2, LANES = 32 / EACH, TEAMS = 4 * EACH;
-  constexpr int GROUP = 4;  // 8 take registers that half of a multiprocessor's threads don't have
+  constexpr int GROUP = 4;  // 8 would take more registers than half of a multiprocessor's threads have
   static_assert(TOKENS % (TEAMS * GROUP) == 0, "a token would have two teams");
   using Own = Some<T, EACH>;
   const Chunk row(plan, blockIdx.z);

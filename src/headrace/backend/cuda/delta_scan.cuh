@@ -3,7 +3,7 @@
 // Out: y [T, HV, DV], state_at_stops [S, HV, DV, DK].
 // Tokens are staged through shared memory, a stage ahead of the one that is computed.
 
-// SCAN_THREADS threads do N * SCAN_CHANNELS channels of one value head of one row, SCAN_CHANNELS apart those of a thread.
+// SCAN_THREADS threads do N * SCAN_CHANNELS channels of one value head of one row; a thread's are SCAN_CHANNELS apart.
 
 constexpr int SCAN_THREADS = 128;
 constexpr int SCAN_CHANNELS = SCAN_THREADS / LANES;

@@ -29,8 +29,8 @@ __device__ void norm_head(const T* y, const W* weight, float eps, const G& gate,
   }
 }
 
-// The same numbers. EACH neighbours of each 32 are a lane's, and a warp makes EACH heads: all is read before any of it is
-// waited for.
+// The bits of norm_head. A lane has EACH neighbours of every 32 channels, so a warp makes EACH heads; all is read before any of
+// it is waited for.
 template <typename T, int HV, int DV, int WIDTH, int Z_AT, typename W>
 __device__ void gated_norm(const T* y, const T* projected, const W* weight, float eps, int num_tokens, T* out) {
   constexpr int EACH = WIDTH % 2 ? 1 : 2, LANES = 32 / EACH, PER_LANE = (DV + 31) / 32;

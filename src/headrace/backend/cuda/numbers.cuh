@@ -25,7 +25,7 @@ __device__ float rounded(float x) {
   return static_cast<float>(static_cast<T>(x));
 }
 
-// A conversion of one number runs at a quarter of the rate of one of two, of which the upper one is where a float has it.
+// The conversion of two numbers runs at four times the rate of that of one, and leaves the upper one where a float has its bits.
 template <>
 __device__ float rounded<bfloat16>(float b) {
   const float a = 0;
@@ -64,9 +64,9 @@ __device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 __device__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
-// The same of several numbers. Each division has a branch for numbers near the ends of the range, and nothing is moved
-// across it; here one branch is for all. The quotient is the division's: of a reciprocal one step of Newton's, and the
-// remainder, negative, so that zeros keep their sign. Where the number is tiny, the divisor is 2.
+// The same bits for several numbers. A division branches for operands near the ends of the range, and the compiler moves nothing
+// across the branch; here one branch is for all. The quotient has the bits of a division: it is x times a reciprocal refined by
+// one step of Newton's, corrected by its remainder, which is taken negative so that zeros keep their sign.
 template <int N>
 __device__ void silu(float (&x)[N]) {
   constexpr float SAFE = 64.0f;
@@ -95,7 +95,7 @@ __device__ T gated(float gate, float value) {
   return static_cast<T>(rounded<T>(silu(rounded<T>(gate))) * rounded<T>(value));
 }
 
-// What a vector is to be multiplied by to have length 1.
+// The factor that gives a vector length 1.
 __device__ float unit_scale(float sum_of_squares) { return rsqrtf(sum_of_squares + 1e-6f); }
 
 template <int WIDTH>
@@ -105,10 +105,10 @@ __device__ float sum_over(float x) {
   return x;
 }
 
-// The same sum as sum_over<32>, bit by bit, by lanes that have N neighbours of those 32 numbers each: it is of 32 / N lanes.
+// The bits of sum_over<32>, by 32 / N lanes that have N neighbours of its 32 numbers each.
 template <int N>
 __device__ float sum_of_neighbours(float (&x)[N]) {
-  static_assert(N <= 2, "the last step is that between a lane's own");
+  static_assert(N <= 2, "only the last step is within a lane");
 #pragma unroll
   for (int offset = 16 / N; offset; offset /= 2)
 #pragma unroll

@@ -14,7 +14,7 @@ _VECTOR_BYTES = 16
 """The most that a thread reads at once."""
 
 _SWIGLU_THREADS = 128
-"""For rows of some thousands: the last block of a row is seldom full."""
+"""Few, for the last block of a row is seldom full."""
 _SWIGLU = CudaKernel("swiglu", ("swiglu.cuh",), ("projected",), ("out",), "swiglu<T, WIDTH, EACH>(projected, out);")
 
 
@@ -42,7 +42,7 @@ _SUM_NORM = CudaKernel(
     ("x", "y", "weight", "eps"),
     ("sum", "normed"),
     "sum_norm<T, WIDTH, THREADS, VECTOR>(x, y, weight, eps[0], sum, normed);",
-    # of the widest sums more registers would be taken than a block's threads have
+    # else the widest rows would take more registers than a block of so many threads has
     bounds=(_MOST_THREADS, 1),
 )
 

@@ -14,13 +14,14 @@ struct Row {
     window = plan[6], first = plan[7];
   }
 
+  // Whether attention.cuh takes the row even in steps with chunks, see MANY_TOKENS and MANY_KEYS in shapes.py.
   __device__ bool is_small(int many_tokens, int many_keys) const {
     return num_tokens < many_tokens && start + num_tokens - first <= many_keys;
   }
 };
 
-// The row of the plan that has an item, and the number of that row's first one, if rows have num_items(row) of them, one behind
-// the other. All lanes of a warp ask for the same one.
+// The row of the plan that has an item, if items are numbered row by row and a row has num_items(row) of them. row_item: its
+// first one. All lanes of a warp ask for the same item.
 template <typename F>
 __device__ int row_of(int item, const F& num_items, int& row_item) {
   const int lane = threadIdx.x % 32;

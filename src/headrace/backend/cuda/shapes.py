@@ -13,10 +13,10 @@ LONGEST_WINDOW = 8
 """Most tokens of a row that a gated delta layer takes at once; it replays fewer."""
 
 MANY_TOKENS = 128
-"""A chunk of fewer tokens has the sums that these tokens have in windows, so that short prompts get the same answers
-however they are cut, and wherever their cached prefix ends. Of so many tokens other sums are several times quicker."""
+"""Chunks of fewer tokens are summed in the order of windows, so that short prompts get the same answers however they
+are cut, and wherever their cached prefix ends. For so many tokens another order is several times quicker."""
 MANY_KEYS = 2048
-"""The same for the attention of a chunk, which also has other sums if it sees more keys than these."""
+"""Attention of a chunk that sees more keys than these takes that other order, too."""
 
 
 @dataclass(frozen=True, slots=True)

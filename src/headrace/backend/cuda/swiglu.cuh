@@ -1,4 +1,4 @@
-// silu(gate) * value; projected [rows, 2 * WIDTH], gates first. A thread takes EACH neighbours, of which a row has a multiple.
+// silu(gate) * value; projected [rows, 2 * WIDTH], gates first. A thread takes EACH neighbours; EACH divides WIDTH.
 
 template <typename T, int WIDTH, int EACH>
 __device__ void swiglu(const T* projected, T* out) {

@@ -1,4 +1,4 @@
-"""Attention layers on NVIDIA GPUs: a launch between the projections, two where prompts' chunks are among the rows."""
+"""Attention layers on NVIDIA GPUs: a launch between the projections, three where prompts' chunks are among the rows."""
 
 from __future__ import annotations
 
