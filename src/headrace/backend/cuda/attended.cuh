@@ -37,13 +37,13 @@ struct Output {
   // N neighbouring dimensions from d on.
   template <int N>
   __device__ void put(int token, int head, int d, const float (&sums)[N], float by) const {
-    Some<T, N> value;
+    Vec<T, N> value;
 #pragma unroll
     for (int j = 0; j < N; j++) {
       float x = sums[j] * by;
       if (GATED) x = rounded<T>(x) * rounded<T>(sigmoid(static_cast<float>(gates[static_cast<long>(token) * GATE_WIDTH + head * GATE_STRIDE + d + j])));
       value.of[j] = static_cast<T>(x);
     }
-    *reinterpret_cast<Some<T, N>*>(out + (static_cast<long>(token) * HQ + head) * D + d) = value;
+    *reinterpret_cast<Vec<T, N>*>(out + (static_cast<long>(token) * HQ + head) * D + d) = value;
   }
 };

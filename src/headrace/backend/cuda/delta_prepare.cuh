@@ -21,7 +21,7 @@ __device__ void delta_prepare(const int* plan, const int* stops, const T* projec
   constexpr int EACH = WIDTH % 2 ? 1 : 2, LANES = 32 / EACH, TEAMS = 4 * EACH;
   constexpr int GROUP = 4;  // 8 would take more registers than half of a multiprocessor's threads have
   static_assert(TOKENS % (TEAMS * GROUP) == 0, "a token would have two teams");
-  using Own = Some<T, EACH>;
+  using Own = Vec<T, EACH>;
   const Chunk row(plan, blockIdx.z);
   const int num_tokens = row.num_tokens, first = blockIdx.x * TOKENS;
   if (blockIdx.x ? first >= num_tokens : row.is_padding()) return;

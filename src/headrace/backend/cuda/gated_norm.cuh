@@ -34,7 +34,7 @@ __device__ void norm_head(const T* y, const W* weight, float eps, const G& gate,
 template <typename T, int HV, int DV, int WIDTH, int Z_AT, typename W>
 __device__ void gated_norm(const T* y, const T* projected, const W* weight, float eps, int num_tokens, T* out) {
   constexpr int EACH = WIDTH % 2 ? 1 : 2, LANES = 32 / EACH, PER_LANE = (DV + 31) / 32;
-  using Own = Some<T, EACH>;
+  using Own = Vec<T, EACH>;
   const int number = (blockIdx.x * blockDim.x + threadIdx.x) / LANES, lane = threadIdx.x % LANES * EACH;
   const bool is_there = number < num_tokens * HV;
   const int at = is_there ? number : 0;
@@ -42,13 +42,13 @@ __device__ void gated_norm(const T* y, const T* projected, const W* weight, floa
   const long head = static_cast<long>(at) * DV + lane;
   auto has = [&](int i) { return DV % 32 == 0 || i * 32 + lane < DV; };
   Own x[PER_LANE] = {}, gates[PER_LANE] = {};
-  Some<W, EACH> weights[PER_LANE] = {};
+  Vec<W, EACH> weights[PER_LANE] = {};
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++)
     if (has(i)) {
       x[i] = *reinterpret_cast<const Own*>(y + head + i * 32);
       gates[i] = *reinterpret_cast<const Own*>(z + i * 32);
-      weights[i] = *reinterpret_cast<const Some<W, EACH>*>(weight + lane + i * 32);
+      weights[i] = *reinterpret_cast<const Vec<W, EACH>*>(weight + lane + i * 32);
     }
   float squares[EACH] = {}, acting[PER_LANE * EACH];
 #pragma unroll

@@ -39,9 +39,9 @@ constexpr bool IS_BFLOAT = false;
 template <>
 constexpr bool IS_BFLOAT<bfloat16> = true;
 
-// N neighbours, read and written at once.
+// N neighbouring numbers, read and written at once.
 template <typename T, int N>
-struct alignas(N * sizeof(T)) Some {
+struct alignas(N * sizeof(T)) Vec {
   T of[N];
 
   __device__ float operator[](int i) const {

@@ -3,7 +3,7 @@
 
 template <typename T, int WIDTH, int THREADS, int VECTOR>
 __device__ void sum_norm(const T* x, const T* y, const T* weight, float eps, T* sum, T* normed) {
-  using Vector = Some<T, VECTOR>;
+  using Vector = Vec<T, VECTOR>;
   constexpr int NUM_VECTORS = WIDTH / VECTOR, PER_THREAD = (NUM_VECTORS + THREADS - 1) / THREADS;
   __shared__ float sums[THREADS / 32];
   const long row = static_cast<long>(blockIdx.x) * NUM_VECTORS;

@@ -2,7 +2,7 @@
 
 template <typename T, int WIDTH, int EACH>
 __device__ void swiglu(const T* projected, T* out) {
-  using Own = Some<T, EACH>;
+  using Own = Vec<T, EACH>;
   const long row = blockIdx.y;
   const int at = EACH * (blockIdx.x * blockDim.x + threadIdx.x);
   if (at >= WIDTH) return;
