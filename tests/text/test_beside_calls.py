@@ -36,6 +36,16 @@ EACH = (
 REFUSING = AS_LIST.replace(
     "{% elif m.tool_calls %}", "{% elif m.tool_calls %}{% if m.content %}{{ raise_exception('no text') }}{% endif %}"
 )
+# As Gemma 4's template, where such a turn is over and text behind its calls is the answer to their results.
+TRAILING = EACH.replace("{{ raise_exception('turns') }}", "").replace(
+    "{% endfor %}</s>{% elif m.role == 'tool' %}", "{% endfor %}{{ m.content }}</s>{% elif m.role == 'tool' %}"
+)
+# As later ones of Gemma 4, which look up the names of results in their calls.
+NAMING = (
+    EACH.replace("{% for c in", "{% set last.name = m.tool_calls[0].function.name %}{% for c in")
+    .replace("[RESULT]", "[RESULT]{{ last.name }}:")
+    .replace(ALTERNATING, ALTERNATING + "{% set last = namespace(name='') %}")
+)
 # As gpt-oss' template: text as thinking, none once an answer has followed, and the last call's name at a result.
 MESSAGES = (
     "{% set last = namespace(name='') %}{% for t in tools or [] %}{{ t.function.name }}|{% endfor %}"
@@ -89,6 +99,19 @@ def test_text_stands_before_the_list_of_calls(source: str) -> None:
 def test_text_stands_before_the_first_of_calls_with_a_marker_each() -> None:
     text = render(template(EACH), called("On it.", 1, 2), result(1), result(2))
     assert 'hi[/INST]On it.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}</s>' in text
+
+
+def test_text_that_a_template_shows_behind_the_calls_stands_before_them() -> None:
+    text = render(template(TRAILING), called("On it.", 1, 2), result(1), result(2))
+    assert 'hi[/INST]On it.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}</s>[RESULT]r1' in text
+
+
+def test_a_name_repeated_in_results_brings_the_text_no_second_time() -> None:
+    turn = called("On it.", 1, 2), result(1), result(2)
+    shown = 'On it.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}</s>'
+    shown += "[RESULT]add:r1[/RESULT][RESULT]add:r2[/RESULT]"
+    again = render(template(NAMING), *turn, said("assistant", "done"), said("user", "again"), *turn)
+    assert again == f"add|[INST]hi[/INST]{shown}done</s>[INST]again[/INST]{shown}"
 
 
 def test_text_beside_a_message_to_a_tool_is_a_message_for_the_user() -> None:

@@ -72,7 +72,7 @@ class TemplateTraits:
     takes_several_calls: in one turn.
     takes_thoughts: a call may have thinking and content.
     parts_calls: text beside a call is rendered only as a separate turn before it. parts_thoughts: so is thinking.
-    inserts_text: nor so, but before the calls of the rendered turn, as `beside_calls` does.
+    inserts_text: the template shows text beside a call nowhere, or behind it; `beside_calls` puts it before the calls.
     takes_lone_results: without a call.
     joins_results: results must be in the turn of their calls, as `tool_responses`.
     ids: the required form of calls' ids. takes_brief_ids: of fewer than nine characters.
@@ -150,11 +150,12 @@ def _with_call_traits(
         turns = _calls(ids, arguments[:1])
         question, call, result = turns
         parted = _parted(turns, traits.reasoning_keys)
-        parts_calls = all(_shows(attempt(each), _SAID, _VALUES[0]) for each in parted)
+        spoken = {**call, "content": _SAID}
+        shows_beside = _shows_beside(attempt, turns, spoken)
+        shows_before = shows_beside and _VALUES[0] not in attempt([question, spoken, result]).partition(_SAID)[0]
+        parts_calls = not shows_beside and all(_shows(attempt(each), _SAID, _VALUES[0]) for each in parted)
         inserts_text = False
-        if _shows_beside(attempt, turns, {**call, "content": _SAID}):
-            parts_calls = False
-        elif has_messages or not parts_calls:
+        if not shows_before and (has_messages or not parts_calls):
             inserts_text = _shows_beside(attempt, turns, with_text_in_name(call, _SAID))
         loses_system = traits.takes_system and _loses_note(attempt([*_turns("system"), *turns]) or None)
         return replace(

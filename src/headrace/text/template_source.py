@@ -14,7 +14,12 @@ from headrace.families.family import ModelFamily
 from headrace.families.registry import REASONING_KEYS
 from headrace.isolation import errors_as
 from headrace.lru_cache import LruCache
-from headrace.text.beside_calls import with_text_before_calls, with_text_in_name, without_spelled
+from headrace.text.beside_calls import (
+    with_numbers_in_names,
+    with_text_before_calls,
+    with_text_in_name,
+    without_spelled,
+)
 from headrace.text.control_text import EDGE, ControlText
 from headrace.text.normalise import template_message
 from headrace.text.template_environment import compiled
@@ -87,7 +92,7 @@ class TemplateSource:
                     "documents": None,
                     **self._variables,
                     **variables,
-                    "messages": messages,
+                    "messages": with_numbers_in_names(messages),
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
