@@ -86,8 +86,8 @@ def configured_session(config: Config, engine: Engine, text: TextPipeline | None
     )
     if session.takes_chats and not session.takes_tools:
         log.warning(
-            "the chat template of %s shows tools, but calls in a syntax that is unknown here: calls stay plain text, "
-            "unless --tool-format names the syntax",
+            "the chat template of %s shows tools, but the syntax of its calls is unknown: calls stay plain text unless "
+            "--tool-format names their syntax",
             engine.model.name,
         )
     return session
