@@ -180,21 +180,9 @@ def attend(
         heads, template = _inputs(queries)
     else:
         dtype, num_tokens, normed, heads, template = queries.dtype, queries.shape[0], None, [queries], {}
-    width, stride = (0, 0) if gates is None else (gates[1].width, gates[1].q_stride)
     is_chunk = most > LONGEST_WINDOW
-    constants = {
-        **template,
-        "T": dtype,
-        "HQ": shape.num_heads,
-        "HKV": shape.num_kv_heads,
-        "D": head_dim,
-        "GATE_WIDTH": width,
-        "GATE_STRIDE": stride,
-        "GATE_AT": 0 if gates is None else head_dim,
-        "SHORTEST": SHORTEST_SPLIT[head_dim],
-        "MANY_TOKENS": many_tokens if is_chunk else 0,
-        "MANY_KEYS": MANY_KEYS,
-    }
+    own = {"T": dtype, "MANY_TOKENS": many_tokens if is_chunk else 0}
+    constants = {**template, **own, **_constants(shape, None if gates is None else gates[1])}
     sort = number, sinks is not None, gates is not None, head_dim
     found = ((1, num_tokens, shape.num_heads * head_dim), dtype)
     others = [*([] if sinks is None else [sinks]), *([] if gates is None else [gates[0]])]
@@ -216,6 +204,20 @@ def attend(
         parts = _MOST_PARTS, _THREADS, head_dim // 2 + 4
         out = attended("attend_chunks", _attend_chunks(*sort), [*heads, out], CHUNK_BLOCKS, parts)
     return out
+
+
+def _constants(shape: HeadShape, gated: Projection | None) -> Template:
+    head_dim = shape.head_dim
+    return {
+        "HQ": shape.num_heads,
+        "HKV": shape.num_kv_heads,
+        "D": head_dim,
+        "GATE_WIDTH": gated.width if gated else 0,
+        "GATE_STRIDE": gated.q_stride if gated else 0,
+        "GATE_AT": head_dim if gated else 0,
+        "SHORTEST": SHORTEST_SPLIT[head_dim],
+        "MANY_KEYS": MANY_KEYS,
+    }
 
 
 @or_ops(ops.rope_append)
