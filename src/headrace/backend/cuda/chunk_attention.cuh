@@ -74,7 +74,7 @@ struct Found {
   }
 };
 
-// If there is memory for the parts of all tiles, each part is an item of its own, and the block that is done last with one of a
+// If there is memory for the parts of all tiles, each part is a separate item, and the block that is done last with one of a
 // tile's parts adds them up; else an item is a tile, whose parts a block computes one after the other. Both add the parts in
 // order, so a row's sums don't depend on the rows beside it.
 //
