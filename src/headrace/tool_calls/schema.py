@@ -16,7 +16,7 @@ COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 MAX_DEPTH = 16
 """Nesting of combinators and references, beyond which nothing is looked up."""
 
-_TYPES_OFVALUES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+_TYPES_OF_VALUES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 _FORMS: Mapping[str, type] = {
     **dict.fromkeys(("properties", "patternProperties"), Mapping),
@@ -56,7 +56,7 @@ def types_of_part(part: Mapping[str, Any]) -> frozenset[str]:
     if named is not None:
         types = frozenset([named] if isinstance(named, str) else named)
     elif values is not None:
-        types = frozenset("null" if value is None else _TYPES_OFVALUES.get(type(value), "string") for value in values)
+        types = frozenset("null" if value is None else _TYPES_OF_VALUES.get(type(value), "string") for value in values)
     else:
         types = next((hinted for keyword, hinted in _HINTS.items() if keyword in part), ALL_TYPES)
     if "number" in types:
