@@ -31,7 +31,7 @@ def launch(folder: Path, **knobs: object) -> Engine:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(load, "Kernels", lambda numerics, device: Kernels("fast", "cuda"))
         engine = EngineConfig(**{"max_num_seqs": 3, "prefill_chunk": 128, "max_draft_tokens": 2, **knobs})
-        return Engine.launch(Config(str(folder), ModelConfig(self_check=False), engine))
+        return Engine.launch(Config(str(folder), ModelConfig(dtype=tiny_fused.DTYPE, self_check=False), engine))
 
 
 def wait_until_warm(engine: Engine) -> None:

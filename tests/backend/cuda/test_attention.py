@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -284,6 +284,13 @@ WINDOW, CHUNK = 8, 64
 """Most tokens of a row."""
 
 
+def attended(*args: Any, **kwargs: Any) -> mx.array:
+    """Evaluated, as launches share memory: those that don't wait for each other must not run at once."""
+    found = attention.attend(*args, **kwargs)[0]
+    mx.eval(found)
+    return found
+
+
 @pytest.mark.parametrize("most", [WINDOW, CHUNK])
 @pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
 def test_a_row_finds_the_same_bits_in_any_company(shape: HeadShape, dtype: mx.Dtype, window: int, most: int) -> None:
@@ -292,7 +299,7 @@ def test_a_row_finds_the_same_bits_in_any_company(shape: HeadShape, dtype: mx.Dt
 
     def found(rows: list[tuple[int, ...]], most: int, own: mx.array = queries, num_added: int = 1) -> mx.array:
         table = mx.array([*rows, *[(0,) * 8] * num_added], dtype=mx.int32)
-        return attention.attend(shape, table, most, own, slabs, scale, sinks, many_tokens=4)[0]
+        return attended(shape, table, most, own, slabs, scale, sinks, many_tokens=4)
 
     # so many that their number would change splits, if that counted
     together = found(plan, most, num_added=63)
@@ -323,8 +330,8 @@ def test_a_row_finds_the_same_bits_wherever_its_keys_are(
             array[0, :, at : at + capacity] = held[slot]
         rows.append((lo, num_tokens, at + start, 0, 0, 1 << 13, window, at + first))
     plans = mx.array(plan, dtype=mx.int32), mx.array(rows, dtype=mx.int32)
-    wanted = attention.attend(shape, plans[0], most, queries, slabs, scale, many_tokens=4)
-    got = attention.attend(shape, plans[1], most, queries, [(one[0], one[1])], scale, many_tokens=4)
+    wanted = attended(shape, plans[0], most, queries, slabs, scale, many_tokens=4)
+    got = attended(shape, plans[1], most, queries, [(one[0], one[1])], scale, many_tokens=4)
     assert mx.array_equal(got, wanted)
 
 
@@ -334,10 +341,10 @@ def test_a_chunk_finds_the_same_bits_however_it_is_cut(shape: HeadShape, dtype: 
     slabs, scale = slabs_of(shape, dtype), mx.array([0.125])
     queries = drawn(7, dtype, 90, shape.num_heads, shape.head_dim)
 
-    def found(begin: int, end: int, many_tokens: int, most: int = CHUNK) -> mx.array:
+    def found(begin: int, end: int, many_tokens: int, most: int = MANY_TOKENS) -> mx.array:
         plan = mx.array(plan_of(window, 1, ((0, end - begin, 400 + begin, 2, 0),)), dtype=mx.int32)
         own = queries[begin:end]
-        return attention.attend(shape, plan, most, own, slabs, scale, many_tokens=many_tokens)[0]
+        return attended(shape, plan, most, own, slabs, scale, many_tokens=many_tokens)
 
     for many_tokens in (1, MANY_TOKENS):
         whole = found(0, 90, many_tokens)

@@ -218,7 +218,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
           for (int j = 0; j < 4; j++) {
             const int key = at + half * 8 + t * 2 + j % 2;
             const bool seen = key >= row.first && key <= last[j / 2] && (!row.window || key > last[j / 2] - row.window) && key < segment_end;
-            s[half][j] = seen ? s[half][j] * scale : -INFINITY;
+            s[half][j] = seen ? __fmul_rn(s[half][j], scale) : -INFINITY;
             highest[j / 2] = fmaxf(highest[j / 2], s[half][j]);
           }
         float shrink[2];
@@ -227,7 +227,7 @@ __device__ void attend(const int* plan, int plan_rows, const Heads heads, T* con
           highest[i] = quad_max(highest[i]);
           shrink[i] = highest[i] == -INFINITY ? 1.0f : exp2f(top[i] - highest[i]);
           top[i] = highest[i];
-          weight[i] *= shrink[i];
+          weight[i] = __fmul_rn(weight[i], shrink[i]);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++)

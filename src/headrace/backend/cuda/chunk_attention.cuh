@@ -205,7 +205,7 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
           for (int j = 0; j < 4; j++) {
             const int key = at + n * 8 + t * 2 + j % 2;
             const bool seen = all_seen || (key >= row.first && key <= last[j / 2] && (!row.window || key > last[j / 2] - row.window));
-            s[n][j] = seen ? s[n][j] * scale : -INFINITY;
+            s[n][j] = seen ? __fmul_rn(s[n][j], scale) : -INFINITY;  // rounded whether or not all keys are seen
             higher[j / 2] = fmaxf(higher[j / 2], s[n][j]);
           }
         float shrink[2];
@@ -214,7 +214,7 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
           higher[i] = quad_max(higher[i]);
           shrink[i] = relative(top[i], higher[i]);
           top[i] = higher[i];
-          weight[i] *= shrink[i];
+          weight[i] = __fmul_rn(weight[i], shrink[i]);
         }
 #pragma unroll
         for (int n = 0; n < KEY_TILES; n++)

@@ -36,13 +36,15 @@ struct Channels {
 
   // One token: y = g S q + (k·q) delta reads the state once for k and q together. k, q: [DK] in shared memory; v: of
   // the thread's channels, in place of which comes y.
-  __device__ void step(const float* k, const float* q, float kq, float (&v)[N], float g, float beta, int lane) {
+  __device__ void step(const float* k, const float* q, float (&v)[N], float g, float beta, int lane) {
     float4 kk[QUADS];
-    float2 sk[N] = {}, sq[N] = {};
+    float2 sk[N] = {}, sq[N] = {}, kq = {};
 #pragma unroll
     for (int i = 0; i < QUADS; i++) {
       kk[i] = reinterpret_cast<const float4*>(k)[i * LANES + lane];
       const float4 qq = reinterpret_cast<const float4*>(q)[i * LANES + lane];
+      kq.x = __fmaf_rn(kk[i].y, qq.y, __fmaf_rn(kk[i].x, qq.x, kq.x));
+      kq.y = __fmaf_rn(kk[i].w, qq.w, __fmaf_rn(kk[i].z, qq.z, kq.y));
 #pragma unroll
       for (int n = 0; n < N; n++) {
         sk[n].x = __fmaf_rn(s[n][i].y, kk[i].y, __fmaf_rn(s[n][i].x, kk[i].x, sk[n].x));
@@ -53,13 +55,16 @@ struct Channels {
     }
 #pragma unroll
     for (int n = 0; n < N; n++) sk[n].x += sk[n].y, sq[n].x += sq[n].y;
+    kq.x += kq.y;
 #pragma unroll
-    for (int offset = LANES / 2; offset; offset /= 2)
+    for (int offset = LANES / 2; offset; offset /= 2) {
+      kq.x += __shfl_xor_sync(~0u, kq.x, offset);
 #pragma unroll
       for (int n = 0; n < N; n++) {
         sk[n].x += __shfl_xor_sync(~0u, sk[n].x, offset);
         sq[n].x += __shfl_xor_sync(~0u, sq[n].x, offset);
       }
+    }
 #pragma unroll
     for (int n = 0; n < N; n++) {
       const float delta = beta * __fmaf_rn(-g, sk[n].x, v[n]);
@@ -70,7 +75,7 @@ struct Channels {
         s[n][i].z = __fmaf_rn(delta, kk[i].z, __fmul_rn(g, s[n][i].z));
         s[n][i].w = __fmaf_rn(delta, kk[i].w, __fmul_rn(g, s[n][i].w));
       }
-      v[n] = __fmaf_rn(kq, delta, __fmul_rn(g, sq[n].x));
+      v[n] = __fmaf_rn(kq.x, delta, __fmul_rn(g, sq[n].x));
     }
   }
 };

@@ -12,7 +12,7 @@ template <int DK, int N>
 struct ScanMemory {
   static constexpr int STAGE = 1024 / DK, VALUES = STAGE * N * SCAN_CHANNELS;  // tokens of a stage, and their values
   alignas(16) float sk[2][STAGE * DK], sq[2][STAGE * DK];
-  float sv[2][VALUES], sy[2][VALUES], sg[2][STAGE], sb[2][STAGE], skq[2][STAGE];
+  float sv[2][VALUES], sy[2][VALUES], sg[2][STAGE], sb[2][STAGE];
 };
 
 template <typename T, int HK, int HV, int DK, int DV, int N>
@@ -26,7 +26,7 @@ __device__ void delta_scan(const int* plan, const int* stops, const T* q, const 
   constexpr int WIDE = N * CHANNELS;
   auto &sk = memory.sk, &sq = memory.sq;
   auto &sv = memory.sv, &sy = memory.sy;
-  auto &sg = memory.sg, &sb = memory.sb, &skq = memory.skq;
+  auto &sg = memory.sg, &sb = memory.sb;
   const int tid = threadIdx.x, lane = tid % LANES, channel = tid / LANES;
   const int first = blockIdx.x * WIDE, hv = blockIdx.y, hk = hv / (HV / HK);
   const Chunk chunk(plan, blockIdx.z);
@@ -60,19 +60,14 @@ __device__ void delta_scan(const int* plan, const int* stops, const T* q, const 
     }
   };
   auto put = [&](int stage) {
-    float dot = 0;
 #pragma unroll
     for (int i = 0; i < PACKS; i++) {
 #pragma unroll
       for (int j = 0; j < PER_PACK; j++) {
-        const float kk = static_cast<float>(ks[i].of[j]), qq = static_cast<float>(qs[i].of[j]);
-        sk[stage][tid * SHARE + i * PER_PACK + j] = kk;
-        sq[stage][tid * SHARE + i * PER_PACK + j] = qq;
-        dot += kk * qq;
+        sk[stage][tid * SHARE + i * PER_PACK + j] = static_cast<float>(ks[i].of[j]);
+        sq[stage][tid * SHARE + i * PER_PACK + j] = static_cast<float>(qs[i].of[j]);
       }
     }
-    dot = sum_over<SHARERS>(dot);
-    if (tid % SHARERS == 0) skq[stage][tid / SHARERS] = dot;
 #pragma unroll
     for (int i = 0; i * THREADS < VALUES; i++)
       if (tid + i * THREADS < VALUES) sv[stage][tid + i * THREADS] = static_cast<float>(vs[i]);
@@ -105,7 +100,7 @@ __device__ void delta_scan(const int* plan, const int* stops, const T* q, const 
         float out[N];
 #pragma unroll
         for (int n = 0; n < N; n++) out[n] = sv[stage][i * WIDE + n * CHANNELS + channel];
-        s.step(&sk[stage][i * DK], &sq[stage][i * DK], skq[stage][i], out, sg[stage][i], sb[stage][i], lane);
+        s.step(&sk[stage][i * DK], &sq[stage][i * DK], out, sg[stage][i], sb[stage][i], lane);
 #pragma unroll
         for (int n = 0; n < N; n++)
           if (lane == n) sy[stage][i * WIDE + n * CHANNELS + channel] = out[n];

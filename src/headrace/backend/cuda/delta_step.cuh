@@ -28,7 +28,7 @@ __device__ void delta_step(const int* plan, const T* projected, const W* weight,
   // channels of the head's queries, keys, values and gates, in this order, and how many of them a thread sees to
   constexpr int VALUES = 2 * DK, GATES = VALUES + DV, ALL = GATES + DV, SHARE = (ALL + THREADS - 1) / THREADS;
   __shared__ __align__(16) float sk[MOST * DK], sq[LONGEST * DK];
-  __shared__ float sz[LONGEST * DV], sg[MOST], sb[MOST], skq[LONGEST];
+  __shared__ float sz[LONGEST * DV], sg[MOST], sb[MOST];
   __shared__ T sv[MOST * DV];
   __shared__ N scales[DV];
   const int tid = threadIdx.x, back = THREADS - 1 - tid, hv = blockIdx.x, row = blockIdx.y, hk = hv / (HV / HK);
@@ -127,7 +127,7 @@ __device__ void delta_step(const int* plan, const T* projected, const W* weight,
   }
   __syncthreads();
   for (int t = tid / 32; t < n; t += THREADS / 32) {
-    float keys[DK / 32], queries[DK / 32], of_k = 0, of_q = 0, dot = 0;
+    float keys[DK / 32], queries[DK / 32], of_k = 0, of_q = 0;
 #pragma unroll
     for (int i = 0; i < DK / 32; i++) {
       keys[i] = sk[(num_replay + t) * DK + i * 32 + tid % 32], queries[i] = sq[t * DK + i * 32 + tid % 32];
@@ -138,14 +138,11 @@ __device__ void delta_step(const int* plan, const T* projected, const W* weight,
 #pragma unroll
     for (int i = 0; i < DK / 32; i++) {
       const T key = static_cast<T>(keys[i] * by_k), query = static_cast<T>(queries[i] * by_q);
-      dot += static_cast<float>(key) * static_cast<float>(query);
       sk[(num_replay + t) * DK + i * 32 + tid % 32] = static_cast<float>(key);
       sq[t * DK + i * 32 + tid % 32] = static_cast<float>(query);
       if (writes_key_head && t >= num_certain)
         stash.k[((stashed + t) * HK + hk) * DK + i * 32 + tid % 32] = key;
     }
-    dot = sum_over<32>(dot);
-    if (tid % 32 == 0) skq[t] = dot;
   }
   // by the last warps first, as the first have had keys to see to
   const long replayed = static_cast<long>(old) * STASH;
@@ -172,7 +169,7 @@ __device__ void delta_step(const int* plan, const T* projected, const W* weight,
       float said[HELD];
 #pragma unroll
       for (int m = 0; m < HELD; m++) said[m] = static_cast<float>(values[m * WIDE]);
-      held.step(sk + i * DK, query, t < 0 ? 0.0f : skq[t], said, sg[i], sb[i], lane);
+      held.step(sk + i * DK, query, said, sg[i], sb[i], lane);
 #pragma unroll
       for (int m = 0; m < HELD; m++)
         if (lane == m) values[m * WIDE] = static_cast<T>(said[m]);

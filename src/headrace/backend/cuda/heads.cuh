@@ -6,6 +6,11 @@
 
 enum class Sort { QUERY, KEY, VALUE };
 
+// A channel turned with its partner. It is rounded in the same places wherever this is inlined.
+__device__ float turned(float x, float cosine, float partner, float sine) {
+  return __fmaf_rn(x, cosine, __fmul_rn(partner, sine));
+}
+
 template <typename T, int D, int ROTARY, int WIDTH, int Q_STRIDE, int K_AT, int V_AT, bool NORMED>
 struct ProjectedHeads {
   static constexpr bool ARE_NEW = true;
@@ -47,11 +52,11 @@ struct ProjectedHeads {
         float sine, cosine;
         turn(i * 32 + lane, sine, cosine);
         const float first = x[i], second = x[i + APART];
-        x[i] = first * cosine - second * sine;
-        x[i + APART] = second * cosine + first * sine;
+        x[i] = turned(first, cosine, -second, sine);
+        x[i + APART] = turned(second, cosine, first, sine);
       }
     } else {
-      float turned[PER_LANE];
+      float found[PER_LANE];
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++) {
         const int c = i * 32 + lane;
@@ -64,15 +69,15 @@ struct ProjectedHeads {
           const float candidate = __shfl_sync(~0u, x[j], other & 31);
           if (j == other / 32) partner = candidate;
         }
-        turned[i] = x[i];
+        found[i] = x[i];
         if (c < ROTARY) {
           float sine, cosine;
           turn(c % HALF, sine, cosine);
-          turned[i] = is_first ? x[i] * cosine - partner * sine : x[i] * cosine + partner * sine;
+          found[i] = turned(x[i], cosine, is_first ? -partner : partner, sine);
         }
       }
 #pragma unroll
-      for (int i = 0; i < PER_LANE; i++) x[i] = turned[i];
+      for (int i = 0; i < PER_LANE; i++) x[i] = found[i];
     }
   }
 };

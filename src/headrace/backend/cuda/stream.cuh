@@ -171,7 +171,8 @@ struct Stream {
 #pragma unroll
           for (int j = 0; j < TOKENS; j++)
 #pragma unroll
-            for (int c = 0; c < 2; c++) sum[i][j][half * 2 + c] += scale * part[i][j][half * 2 + c] + bias * inputs[j][c];
+            for (int c = 0; c < 2; c++)  // rounded in the same places for any number of tokens
+              sum[i][j][half * 2 + c] += __fmaf_rn(scale, part[i][j][half * 2 + c], __fmul_rn(bias, inputs[j][c]));
         }
     }
   }
