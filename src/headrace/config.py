@@ -29,8 +29,9 @@ class ModelConfig:
     numerics: str = knob(
         "fast",
         "exact computes with the stock BLAS and the reference kernels: on a CPU under Linux bit-equal to mlx-lm token "
-        "by token, and slow; on GPUs and Macs sums depend on how many tokens share a step",
-        choices=("fast", "exact"),
+        "by token, and slow; on GPUs and Macs sums depend on how many tokens share a step. invariant, on NVIDIA GPUs: "
+        "answers depend neither on other requests nor on what the cache holds; prompts take several times as long",
+        choices=("fast", "exact", "invariant"),
     )
     tool_format: str = knob(
         "auto",

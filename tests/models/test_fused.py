@@ -411,9 +411,9 @@ def test_keys_of_a_chunk_are_rotated_once(
     given: list[bool] = []
     attend = cuda_attention.kernels.attend
 
-    def recorded(*args: Any) -> mx.array:
+    def recorded(*args: Any, **options: Any) -> mx.array:
         given.append(isinstance(args[3], mx.array))
-        return attend(*args)
+        return attend(*args, **options)
 
     state, reference = SequenceState(StatePool(4096, 4)), fused("qwen3")
     state.begin(num_tokens, num_tokens)

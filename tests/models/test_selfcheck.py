@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,9 @@ from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.levels import Level, choose_levels
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
-from headrace.models.selfcheck import LENGTH, TOLERANCE, WITHOUT_KERNELS, Checked, Margin, check, run_reference
+from headrace.models.packed import PackedModel
+from headrace.models.selfcheck import LENGTH, TOLERANCE, WITHOUT_KERNELS, Checked, Margin, check, compare, run_reference
+from headrace.models.step import Row
 
 VOCAB_SIZE = 160
 WHOLE_NOTE = "no packed form agrees with the untouched model: it runs a row at a time"
@@ -269,3 +272,37 @@ def test_what_kernels_do_with_many_tokens_and_with_few_is_checked(
     monkeypatch.setattr(delta, "scan_chunks", wrong)
     model = tiny.build("qwen3_5_wide")
     assert WITHOUT_KERNELS in check(model, tiny_fused.KERNELS, VOCAB_SIZE, "float32").lowered
+
+
+@tiny_fused.only_operations
+@pytest.mark.parametrize(
+    ("family", "num_off", "passes"), [("qwen3", 1, False), ("qwen3_moe", 13, True), ("qwen3_moe", 14, False)]
+)
+def test_a_tenth_of_a_chunks_tokens_may_go_to_other_experts(
+    family: str, num_off: int, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.build(tiny_fused.widen(family, monkeypatch))
+    reference = run_reference(model, VOCAB_SIZE, has_chunks=True)
+    packed = PackedModel(model, choose_levels(model), tiny_fused.KERNELS)
+    forward = packed.forward
+
+    def reroute(rows: Sequence[Row], picks: Sequence[int]) -> mx.array:
+        logits = forward(rows, picks)
+        return logits + 9.0 * (mx.arange(len(picks)) < num_off)[:, None] if len(picks) > MANY_TOKENS else logits
+
+    monkeypatch.setattr(packed, "forward", reroute)
+    assert compare(packed, reference).within("float32") is passes
+
+
+@tiny_fused.only_operations
+def test_a_result_that_is_no_number_is_not_for_other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build(tiny_fused.widen("qwen3_moe", monkeypatch))
+    reference = run_reference(model, VOCAB_SIZE, has_chunks=True)
+    packed = PackedModel(model, choose_levels(model), tiny_fused.KERNELS)
+    forward = packed.forward
+
+    def fail(rows: Sequence[Row], picks: Sequence[int]) -> mx.array:
+        return mx.where((mx.arange(len(picks)) < len(picks) - 1)[:, None], forward(rows, picks), mx.nan)
+
+    monkeypatch.setattr(packed, "forward", fail)
+    assert not compare(packed, reference).within("float32")

@@ -41,7 +41,8 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 class Kernels:
     """The forms for one engine.
 
-    numerics: "exact" takes mlx-lm's forms, on a CPU under Linux bit-equal token by token; "fast" what is quickest.
+    numerics: "exact" takes mlx-lm's forms, on a CPU under Linux bit-equal token by token; "fast" what is quickest;
+    "invariant" our kernels alone, in forms that give a token the same sums whatever tokens are computed with it.
     device: "cpu", "cuda" or "metal".
     """
 
@@ -67,7 +68,11 @@ class Kernels:
 
     @property
     def fuses_layers(self) -> bool:
-        return self.fuses and self.device == "cuda" and self.numerics == "fast"
+        return self.fuses and self.device == "cuda" and self.numerics != "exact"
+
+    @property
+    def is_invariant(self) -> bool:
+        return self.numerics == "invariant"
 
     @property
     def overlaps_steps(self) -> bool:

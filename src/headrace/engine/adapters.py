@@ -22,8 +22,9 @@ Reserve = Callable[[int], bool]
 class AdapterPool:
     """Belongs to the engine's thread."""
 
-    def __init__(self, loras: Loras, dtype: mx.Dtype = mx.float32) -> None:
-        """dtype: of the model's activations."""
+    def __init__(self, loras: Loras, dtype: mx.Dtype = mx.float32, refusal: str | None = None) -> None:
+        """dtype: of the model's activations. refusal: why the model takes no adapters."""
+        self._refusal = refusal
         self._loras = loras
         self._dtype = dtype
         self._slots: dict[str, int] = {}
@@ -40,6 +41,8 @@ class AdapterPool:
         if files.fingerprint in self._slots:
             self._dropped.discard(files.fingerprint)
             return
+        if self._refusal is not None:
+            raise ModelError(self._refusal)
         before = self.num_bytes
         slot = self._loras.add(fit_adapter(files, self._loras, self._dtype))
         num_bytes = self.num_bytes - before
@@ -87,7 +90,10 @@ def load_adapters(
 
     Raises ConfigError and ModelError.
     """
-    pool = AdapterPool(loaded.packed.loras, getattr(mx, loaded.precision))
+    refusal = None
+    if loaded.packed.kernels.is_invariant:
+        refusal = "adapters' sums depend on the tokens of a step, which --numerics invariant excludes"
+    pool = AdapterPool(loaded.packed.loras, getattr(mx, loaded.precision), refusal)
     found: dict[str, AdapterDescription] = {}
     for one in given:
         name, equals, folder = one.partition("=")

@@ -37,7 +37,7 @@ from headrace.engine.sparse.draft import memory_share, refuse_draft, refuse_targ
 from headrace.engine.sparse.prefill import start_sparse
 from headrace.engine.turns import DeviceTurns
 from headrace.engine.warm_up import WarmUp, prepare_warm_up
-from headrace.errors import ModelError
+from headrace.errors import ConfigError, ModelError
 from headrace.grammar.factory import ConstraintFactory
 from headrace.models.load import LoadedModel, load
 from headrace.models.quantized import Quantization
@@ -98,6 +98,8 @@ def prepare(
     if files.recipe is not None:
         check_knobs(config, files)
     if files.is_encoder:
+        if config.models.numerics == "invariant":
+            raise ConfigError(f"--numerics invariant is for models that write text, which {files.name} is not")
         return prepare_encoder(config, files, inbox, here, _device_lines(here, products), turns, share)
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     parts = _load_parts(config, files, here, constraints, share, rank_setup, chunk)
@@ -269,8 +271,13 @@ def _sample(constraints: ConstraintFactory | None) -> tuple[int, ...]:
 
 def _current_device(numerics: str) -> Device:
     here = device.current()
+    if numerics == "invariant" and here.kind != "cuda":
+        raise ConfigError("--numerics invariant needs an NVIDIA GPU")
     if numerics == "exact" and not (here.kind == "cpu" and sys.platform == "linux"):
-        logger.warning("exact numerics are exact on a CPU under Linux only: here sums depend on the tokens of a step")
+        advice = "; --numerics invariant has sums that don't" * (here.kind == "cuda")
+        logger.warning(
+            "exact numerics are exact on a CPU under Linux only: here sums depend on the tokens of a step%s", advice
+        )
     # MLX keeps freed buffers for reuse without a limit, and other processes can't use that memory
     mx.set_cache_limit(int(BUFFER_CACHE_SHARE[here.kind] * here.memory_bytes))
     if here.mac is not None:

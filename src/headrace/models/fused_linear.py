@@ -23,7 +23,10 @@ as long at 256 tokens on an H200, and three times as long at 2,048."""
 _SUMMED = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
 """Linears whose inputs are split over ranks: each rank's product is a part of the output, which is the sum."""
 
-LINEARS = (nn.Linear, nn.QuantizedLinear, nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
+_SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
+LINEARS = (nn.Linear, nn.QuantizedLinear, *_SHARDED)
+MULTIPLIED = (*LINEARS, *_SUMMED, nn.Embedding, nn.QuantizedEmbedding)
+"""Modules whose weights are multiplied with tokens; those of experts are not among them."""
 
 
 def can_fuse(modules: Sequence[Any]) -> bool:
@@ -37,13 +40,16 @@ class FusedLinear:
     stored in different formats remain separate products.
     """
 
-    def __init__(self, parts: Sequence[Any], group: mx.distributed.Group | None = None) -> None:
-        """group: ranks over which a lone part's outputs are summed; the part may also know it."""
+    def __init__(
+        self, parts: Sequence[Any], group: mx.distributed.Group | None = None, *, is_invariant: bool = False
+    ) -> None:
+        """group: ranks over which a lone part's outputs are summed; the part may also know it. is_invariant: see
+        `Weights`."""
         self._parts = list(parts)
         self._group = parts[0].group if isinstance(parts[0], _SUMMED) else group
         self._bias = None if self._group is None else parts[0].get("bias")
         """What is added to the sum, once."""
-        products = [_product(list(run), self._bias is None) for _, run in groupby(parts, _form)]
+        products = [_product(list(run), self._bias is None, is_invariant) for _, run in groupby(parts, _form)]
         self._products = [product for product, _ in products]
         self._own = products[0][1] if len(products) == 1 else None
         self.adds_residual = self._own is not None and self._own.scales is not None and self._group is None
@@ -91,20 +97,28 @@ def weights_of(part: Any) -> Weights:
     return Weights(part.weight)
 
 
+def product_refusal(part: Any) -> str | None:
+    """Why our kernels don't do all products with a linear's or an embedding's weights; None if they do."""
+    if isinstance(part, (*_SHARDED, *_SUMMED)):
+        return "weights that are split over ranks"
+    weights = weights_of(part)
+    return matmul.refusal(weights, weights.activations)
+
+
 def _form(part: Any) -> tuple[Any, ...]:
     """Parts can be joined if this is equal."""
     arrays = tuple((name, array.dtype) for name, array in sorted(part.items()) if isinstance(array, mx.array))
     return type(part), arrays, *(getattr(part, name, None) for name in ("bits", "group_size", "mode"))
 
 
-def _product(parts: list[Any], adds_bias: bool) -> tuple[Product, Weights | None]:
+def _product(parts: list[Any], adds_bias: bool, is_invariant: bool) -> tuple[Product, Weights | None]:
     """One product for the parts; its weights, if it is one of our kernels and nothing more."""
     first = parts[0]
     joined = {name: _joined(name, parts) for name, array in first.items() if isinstance(array, mx.array)}
     weight, bias = joined["weight"], joined.get("bias") if adds_bias else None
     if "scales" in first:
         scales, biases, form = joined["scales"], joined.get("biases"), (first.group_size, first.bits, first.mode)
-        own = Weights(weight, scales, biases, first.bits, first.group_size)
+        own = Weights(weight, scales, biases, first.bits, first.group_size, is_invariant)
         is_own = matmul.refusal(own, scales.dtype) is None
 
         def quantized(x: mx.array) -> mx.array:
@@ -117,9 +131,11 @@ def _product(parts: list[Any], adds_bias: bool) -> tuple[Product, Weights | None
             return found if bias is None else found + bias
 
         return quantized, own if is_own and bias is None else None
-    own = Weights(weight)
-    if bias is None and matmul.refusal(own, weight.dtype) is None:
-        return (lambda x: matmul.product(x, own)), own
+    own = Weights(weight, is_invariant=is_invariant)
+    if (bias is None or is_invariant) and matmul.refusal(own, weight.dtype) is None:
+        if bias is None:
+            return (lambda x: matmul.product(x, own)), own
+        return (lambda x: matmul.product(x, own) + bias), None
     # transposed once: a view costs an operation, too
     transposed = weight.T
     mx.eval(transposed)
@@ -154,10 +170,10 @@ def can_be_head(module: Any) -> bool:
 class FusedHead(nn.Module):
     """Replaces a linear that is joined with no other, or an embedding that may also be the output matrix."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, *, is_invariant: bool = False) -> None:
         super().__init__()
         self.inner = inner
-        self._product = FusedLinear([inner])
+        self._product = FusedLinear([inner], is_invariant=is_invariant)
 
     def __call__(self, x: mx.array) -> mx.array:
         """An embedding's rows `[…, hidden]` of ids `[…]`, or the linear's product."""

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.kernels import Kernels
 from headrace.backend.rope import RopeAngles
-from headrace.models.fused_linear import FusedHead, can_be_head
+from headrace.models.fused_linear import MULTIPLIED, FusedHead, can_be_head, product_refusal
 from headrace.models.levels import Level, Levels, ModulePath, is_gated_delta, mixers_of
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer, shape_of
@@ -62,6 +62,8 @@ class Patches:
         """How many mixers of each class our kernels replace."""
         self.writes_in_place = False
         """Whether a mixer writes states in place, unseen by MLX; see state/slabs.py."""
+        self.invariance_refusal = "it has layers without kernels of ours" if kernels.is_invariant else None
+        """Why the result of a token depends on others that are computed with it, where it must not; else None."""
         self._restores: list[Restore] = []
         self._sections = sections
         self._angles = RopeAngles()
@@ -85,12 +87,14 @@ class Patches:
         if kernels.fuses_layers:
             for path in _paths_where(can_be_head, model):
                 if path.name in LONE_LINEARS or isinstance(path.module, nn.QuantizedEmbedding | nn.Embedding):
-                    self._replace(path, FusedHead(path.module))
+                    self._replace(path, FusedHead(path.module, is_invariant=kernels.is_invariant))
             for path in _paths_where(lambda module: mlp_parts(module) is not None, model):
-                self._replace(path, CudaMLP(path.module))
+                self._replace(path, CudaMLP(path.module, is_invariant=kernels.is_invariant))
             for path in _paths_where(lambda module: isinstance(module, MOE_LAYER), model):
                 if (experts := moe_parts(path.module)) is not None:
-                    self._replace(path, CudaMoE(path.module, experts))
+                    self._replace(path, CudaMoE(path.module, experts, is_invariant=kernels.is_invariant))
+            if kernels.is_invariant:
+                self.invariance_refusal = _invariance_refusal(model)
             self._fuse_residuals(model)
         around = {**REPLACEMENTS, **kernels.replacements}
         self._restores += [rebind(module, around) for module in _users_of(around, model)]
@@ -143,9 +147,27 @@ def _fused(
     module: Any, sections: MropeSections | None, kernels: Kernels, fuses_delta: bool
 ) -> CudaDeltaMixer | CudaAttentionMixer | None:
     if fuses_delta and (shape := shape_of(module)) is not None:
-        return CudaDeltaMixer(module, shape)
+        return CudaDeltaMixer(module, shape, is_invariant=kernels.is_invariant)
     if kernels.fuses_attention and (parts := attention_parts(module)) is not None:
-        return CudaAttentionMixer(module, parts, sections)
+        return CudaAttentionMixer(module, parts, sections, is_invariant=kernels.is_invariant)
+    return None
+
+
+def _invariance_refusal(model: Any) -> str | None:
+    """None if all layers and all products are our kernels'."""
+    others = {type(layer).__name__ for layer in model.layers if not is_fused_layer(layer)}
+    if others:
+        return f"{', '.join(sorted(others))} has parts without kernels of ours"
+    modules = list(model.named_modules())
+    ours = CudaAttentionMixer | CudaDeltaMixer | CudaMLP | CudaMoE | FusedHead
+    within_ours = tuple([f"{path}." for path, module in modules if isinstance(module, ours)])
+    for path, module in modules:
+        if isinstance(module, MULTIPLIED):
+            refusal = product_refusal(module)
+            if refusal is None and not path.startswith(within_ours):
+                refusal = "its product is the library's"
+            if refusal is not None:
+                return f"{path.replace('.inner', '')}: {refusal}"
     return None
 
 

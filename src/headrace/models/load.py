@@ -197,6 +197,8 @@ class _Loader:
             checked = check(loaded.model, kernels, num_rows, precision)
         else:
             checked = Checked(PackedModel(loaded.model, choose_levels(loaded.model), kernels), None, ())
+        if kernels.is_invariant:
+            _check_invariance(files, checked)
         took = f"{time.monotonic() - started:.1f} s"
         lines = [f"model: {files.name} ({files.model_type}), loaded in {took}", precision_line]
         if kernels.scans_by_library:
@@ -223,6 +225,13 @@ class _Loader:
             sampled,
             collectives,
         )
+
+
+def _check_invariance(files: ModelFiles, checked: Checked) -> None:
+    """Raise ModelError if results depend on the tokens of a step."""
+    refusal = "; ".join(checked.lowered) or checked.packed.invariance_refusal
+    if refusal is not None:
+        raise ModelError(f"--numerics invariant is not supported for {files.name}: {refusal}")
 
 
 def _scans_by_library(model: Any) -> bool:

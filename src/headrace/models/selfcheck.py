@@ -26,6 +26,7 @@ from headrace.errors import ModelError
 from headrace.families.registry import find_family
 from headrace.isolation import errors_as, first_line
 from headrace.models.levels import Level, Levels, choose_levels
+from headrace.models.lora import EXPERTS
 from headrace.models.packed import PackedModel
 from headrace.models.picture_processor import ProcessedPicture, load_picture_processor
 from headrace.models.source import ModelFiles
@@ -44,6 +45,10 @@ CHUNKS = (MANY_TOKENS + 4, MANY_TOKENS + 8, LONGEST_WINDOW + 4)
 narrow heads, attention of the second chunk is the library's."""
 PAIRS = CHUNKS[0] * (LENGTH + CHUNKS[0])
 """Of queries and keys in the first chunk."""
+MOST_REROUTED = 0.1
+"""Of a step's tokens, where the model has experts: so many may differ by any amount, because routers choose other
+experts at near ties. On an H200 single tokens of tiny models' chunks were off by up to 9 times bfloat16's tolerance,
+and nine tenths by less than half of it; the models themselves differ as much from cut to cut."""
 STEPS = (((5, 0), (0, 0)), ((2, 0), (6, 0)), ((1, 2), (1, 1)), ((1, 2), (2, 0)), ((3, 0), (3, 0)))
 """Per step and row: tokens of the row, then junk drafts that are rejected."""
 WITHOUT_KERNELS = "results of our CUDA kernels differ from mlx-lm's: these layers run without them"
@@ -189,6 +194,7 @@ def compare(packed: PackedModel, reference: Reference) -> Margin:
     states = [SequenceState(pool) for _ in reference.rows]
     junk = [reference.rows[1][0], reference.rows[0][0]]
     difference = 0.0
+    has_experts = any(isinstance(module, EXPERTS) for _, module in packed.model.named_modules())
     chunks = CHUNKS if len(reference.rows[0]) > LENGTH else ()
     for step in (*STEPS, *(((num_tokens, 0), (0, 0)) for num_tokens in chunks)):
         rows: list[Row] = []
@@ -209,10 +215,12 @@ def compare(packed: PackedModel, reference: Reference) -> Margin:
             got = packed.forward(rows, picks)
             alone, at_once = (_apart(got, mx.concatenate(list(each))) for each in zip(*wanted, strict=True))
             # also if the second isn't a number
-            apart = mx.where(at_once < alone, at_once, alone).max()
+            apart = mx.where(at_once < alone, at_once, alone)
             mx.eval(apart, [row.state.arrays() for row in rows])
+        differences = np.sort(np.array(apart))
+        largest = float(differences[-1 - int(MOST_REROUTED * len(picks) * has_experts)])
         # NaN compares false with everything: make it the largest difference
-        difference = max(difference, float(apart) if math.isfinite(float(apart)) else math.inf)
+        difference = max(difference, largest if np.isfinite(differences).all() else math.inf)
         for state, (num_kept, num_junk) in zip(states, step, strict=True):
             if num_kept + num_junk:
                 state.rollback(num_junk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -351,6 +352,27 @@ def test_a_chunk_finds_the_same_bits_however_it_is_cut(shape: HeadShape, dtype: 
         cut = found(0, 37, many_tokens), found(37, 90, many_tokens)
         assert mx.array_equal(mx.concatenate(cut), whole)
     assert mx.array_equal(found(84, 90, MANY_TOKENS, WINDOW), whole[84:])
+
+
+@pytest.mark.parametrize(("shape", "dtype", "window"), COMPANY_FORMS, ids=str)
+def test_an_invariant_token_finds_the_same_bits_in_any_row(shape: HeadShape, dtype: mx.Dtype, window: int) -> None:
+    """Whichever tokens of its prompt are computed with it, where its keys are in several parts."""
+    slabs, scale, start = slabs_of(shape, dtype), mx.array([0.125]), 990
+    queries, sinks = drawn(7, dtype, 90, shape.num_heads, shape.head_dim), drawn(8, dtype, shape.num_heads)
+
+    def found(*rows: tuple[int, int]) -> mx.array:
+        ends = np.cumsum([0, *(end - begin for begin, end in rows)]).tolist()
+        places = [(lo, end - begin, start + begin, 2, 0) for lo, (begin, end) in zip(ends, rows, strict=False)]
+        plan = mx.array(plan_of(window, 1, tuple(places)), dtype=mx.int32)
+        own = mx.concatenate([queries[begin:end] for begin, end in rows])
+        most = max(end - begin for begin, end in rows)
+        return attended(shape, plan, most, own, slabs, scale, sinks, is_invariant=True)
+
+    whole = found((0, 90))
+    for cut in ((37,), (84,), (1, 2, 33, 40)):
+        parts = list(pairwise((0, *cut, 90)))
+        assert mx.array_equal(mx.concatenate([found(part) for part in parts]), whole)
+        assert mx.array_equal(found(*parts), whole)
 
 
 SPLIT_ROWS = [

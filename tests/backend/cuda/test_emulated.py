@@ -184,6 +184,20 @@ def test_a_chunk_is_the_same_however_it_is_cut(form: tuple[HeadShape, mx.Dtype, 
         attention_tests.test_a_chunk_finds_the_same_bits_however_it_is_cut(*form)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=pytest.mark.slow if number else [])
+        for number, form in enumerate(attention_tests.COMPANY_FORMS)
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("short_parts")
+def test_attention_of_an_invariant_token_is_the_same_in_any_row(form: tuple[HeadShape, mx.Dtype, int]) -> None:
+    with emulation():
+        attention_tests.test_an_invariant_token_finds_the_same_bits_in_any_row(*form)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [attention_tests.WINDOW, attention_tests.CHUNK])
 @pytest.mark.parametrize("form", attention_tests.COMPANY_FORMS, ids=str)

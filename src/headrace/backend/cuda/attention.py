@@ -80,9 +80,10 @@ def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int, normed: boo
 
 
 @cache
-def _attend_chunks(num_slabs: int, sinks: bool, gated: bool, head_dim: int) -> CudaKernel:
+def _attend_chunks(num_slabs: int, sinks: bool, gated: bool, head_dim: int, is_invariant: bool) -> CudaKernel:
+    parts = f"{_FEWEST_KEYS}, {str(is_invariant).lower()}"
     call = (
-        f"attend_chunks<T, HQ, HKV, D, {_chunk_keys(head_dim)}, {CHUNK_BLOCKS}, {_FEWEST_KEYS}, MANY_TOKENS, MANY_KEYS>"
+        f"attend_chunks<T, HQ, HKV, D, {_chunk_keys(head_dim)}, {CHUNK_BLOCKS}, {parts}, MANY_TOKENS, MANY_KEYS>"
         f"(plan, plan_shape[0], queries, small, keys, values, {_output(sinks, gated)}, {_SCALE}, partial_shape[0], "
         "const_cast<float*>(partial), const_cast<unsigned*>(counters));"
     )
@@ -162,6 +163,7 @@ def attend(
     sinks: mx.array | None = None,
     gates: tuple[mx.array, Projection] | None = None,
     many_tokens: int = MANY_TOKENS,
+    is_invariant: bool = False,
 ) -> mx.array:
     """`[1, T, num_heads · head_dim]`: what queries `[T, num_heads, head_dim]` find in their rows' slots.
 
@@ -171,7 +173,8 @@ def attend(
     plan: int32 `[R, 8]`, see rows.cuh; rows may have no tokens. most: tokens of a row at most.
     slabs: keys and values `[slots, num_kv_heads, capacity, head_dim]`. scale: float32 `[1]`.
     gates: a projection, and where it has them. many_tokens: rows of so many, or that see more than MANY_KEYS keys, go
-    through chunk_attention.cuh if `most` is more than LONGEST_WINDOW.
+    through chunk_attention.cuh if `most` is more than LONGEST_WINDOW. is_invariant: all rows do, in parts of their keys
+    that make a token's sums the same in any row; they need those of `rope_append`.
     """
     held, number = _filled(slabs)
     head_dim = shape.head_dim
@@ -180,8 +183,8 @@ def attend(
         heads, template = _inputs(queries)
     else:
         dtype, num_tokens, normed, heads, template = queries.dtype, queries.shape[0], None, [queries], {}
-    is_chunk = most > LONGEST_WINDOW
-    own = {"T": dtype, "MANY_TOKENS": many_tokens if is_chunk else 0}
+    is_chunk = is_invariant or most > LONGEST_WINDOW
+    own = {"T": dtype, "MANY_TOKENS": many_tokens if is_chunk and not is_invariant else 0}
     constants = {**template, **own, **_constants(shape, None if gates is None else gates[1])}
     sort = number, sinks is not None, gates is not None, head_dim
     found = ((1, num_tokens, shape.num_heads * head_dim), dtype)
@@ -194,16 +197,19 @@ def attend(
         inputs = [plan, scale, counters, partial, *held, *given, *others]
         return launch(inputs, constants, (blocks, 1, 1), _THREADS, (found,))[0]
 
+    def attended_in_chunks(small: list[mx.array]) -> mx.array:
+        parts, launch = (_MOST_PARTS, _THREADS, head_dim // 2 + 4), _attend_chunks(*sort, is_invariant)
+        return attended("attend_chunks", launch, [*heads, *small], CHUNK_BLOCKS, parts)
+
+    if is_invariant:  # no row is small
+        return attended_in_chunks(heads)
     most = min(most, MANY_TOKENS)
     tiles, splits = -(-most * (shape.num_heads // shape.num_kv_heads) // _TILE), most_splits(shape, most)
     at_once = BLOCKS_AT_ONCE[head_dim]
     # how many splits there are stands in the plan alone
     blocks = min(at_once, plan.shape[0] * shape.num_kv_heads * tiles * splits)
     out = attended("attend", _attend(*sort, normed), heads, blocks, (at_once, splits + 1, _TILE, head_dim + 4))
-    if is_chunk:
-        parts = _MOST_PARTS, _THREADS, head_dim // 2 + 4
-        out = attended("attend_chunks", _attend_chunks(*sort), [*heads, out], CHUNK_BLOCKS, parts)
-    return out
+    return attended_in_chunks([out]) if is_chunk else out
 
 
 def _constants(shape: HeadShape, gated: Projection | None) -> Template:

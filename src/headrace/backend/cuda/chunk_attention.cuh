@@ -14,13 +14,15 @@ constexpr int PAD = 8;  // behind a row in shared memory: eight rows then lie in
 struct KeyParts {
   int begin, size, number;
 
-  // keys: how many are read at a time. fewest: keys of a part
-  __device__ KeyParts(const Row& row, int num_tiles, int keys, int blocks_at_once, int fewest) {
+  // keys: how many are read at a time. fewest: keys of a part. are_fixed: all parts have so few, and begin at multiples of it, so
+  // that a token's sums don't depend on the row's other tokens
+  __device__ KeyParts(const Row& row, int num_tiles, int keys, int blocks_at_once, int fewest, bool are_fixed) {
     const int first = row.window ? max(row.first, row.start - row.window + 1) : row.first, origin = row.first / PLACES * PLACES;
+    if (are_fixed) keys = fewest;
     begin = origin + (first - origin) / keys * keys;
     const int total = row.start + row.num_tokens - begin;
     const int wanted = max(1, min(blocks_at_once / max(num_tiles, 1), total / fewest));
-    size = (total + wanted * keys - 1) / (wanted * keys) * keys;
+    size = are_fixed ? fewest : (total + wanted * keys - 1) / (wanted * keys) * keys;
     number = row.num_tokens ? (total + size - 1) / size : 0;
   }
 };
@@ -78,9 +80,11 @@ struct Found {
 // tile's parts adds them up; else an item is a tile, whose parts a block computes one after the other. Both add the parts in
 // order, so a row's sums don't depend on the rows beside it.
 //
+// FIXED_PARTS: see KeyParts; no row is small then.
+//
 // partial [most_parts, Found<D>::SIZE]: at least one for each block. counters [most_parts]: zero before and after.
-template <typename T, int HQ, int HKV, int D, int KEYS, int BLOCKS_AT_ONCE, int FEWEST_KEYS, int MANY_TOKENS, int MANY_KEYS,
-          typename Output>
+template <typename T, int HQ, int HKV, int D, int KEYS, int BLOCKS_AT_ONCE, int FEWEST_KEYS, bool FIXED_PARTS, int MANY_TOKENS,
+          int MANY_KEYS, typename Output>
 __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, const T* small, T* const* slab_keys,
                               T* const* slab_values, const Output output, float scale, int most_parts, float* partial, unsigned* counters) {
   constexpr int GROUP = HQ / HKV, STEPS = D / 16, TILES = D / 8, KEY_TILES = KEYS / 8, THREADS = WARPS * 32, WIDTH = D + PAD;
@@ -95,7 +99,7 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
   auto num_tiles = [&](const Row& row) { return HKV * ((row.num_tokens * GROUP + TILE - 1) / TILE); };
   auto is_small = [](const Row& row) { return row.is_small(MANY_TOKENS, MANY_KEYS); };
   auto parts_of = [&](const Row& row) {
-    return KeyParts(row, num_tiles(row), KEYS, BLOCKS_AT_ONCE, is_small(row) ? 1 << 30 : FEWEST_KEYS);
+    return KeyParts(row, num_tiles(row), KEYS, BLOCKS_AT_ONCE, is_small(row) ? 1 << 30 : FEWEST_KEYS, FIXED_PARTS);
   };
   auto num_parts = [&](int at) {
     if (at >= plan_rows) return 0;

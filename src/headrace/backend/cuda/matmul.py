@@ -32,6 +32,7 @@ class Weights:
     """Of a linear layer, or of experts: `[…, N, K]` in the activations' type, or quantised as `mx.quantize` does.
 
     Quantised: weight uint32 `[…, N, K · bits / 32]`, scales and biases `[…, N, K / group_size]`.
+    is_invariant: whether any number of tokens goes through `skinny`, which gives a token the same sums in any company.
     """
 
     weight: mx.array
@@ -39,6 +40,7 @@ class Weights:
     biases: mx.array | None = None
     bits: int = 16
     group_size: int = 1
+    is_invariant: bool = False
 
     @property
     def activations(self) -> mx.Dtype:
@@ -222,4 +224,4 @@ def gated(x: mx.array, weights: Weights) -> mx.array:
 def _is_skinny(x: mx.array, weights: Weights) -> bool:
     """Whether there are few tokens, in the weights' type: a model's additions may have widened it."""
     most = MOST_TOKENS_OF_DENSE if weights.scales is None else MOST_TOKENS
-    return x.size // x.shape[-1] <= most and x.dtype == weights.activations
+    return (weights.is_invariant or x.size // x.shape[-1] <= most) and x.dtype == weights.activations

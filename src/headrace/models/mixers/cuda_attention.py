@@ -95,7 +95,7 @@ def _plan(
 def _is_fused(step: PackedStep, row: Row, window: int | None, head_dim: int) -> bool:
     """Whether the kernel takes this row: its windows count indices, so positions with gaps don't fit."""
     is_long = row.num_tokens > max(SHORT_ROW_TOKENS, step.kernels.attention_pairs // row.end)
-    if is_long and head_dim <= _LIBRARY_HEAD_DIM:
+    if is_long and head_dim <= _LIBRARY_HEAD_DIM and not step.kernels.is_invariant:
         return False
     if window is None:
         return not row.bidirectional.full
@@ -105,13 +105,16 @@ def _is_fused(step: PackedStep, row: Row, window: int | None, head_dim: int) -> 
 class CudaAttentionMixer(nn.Module):
     """Replaces an attention module of mlx-lm."""
 
-    def __init__(self, inner: Any, parts: AttentionParts, sections: MropeSections | None) -> None:
-        """sections: how channels go by several axes; None for a rope over one."""
+    def __init__(
+        self, inner: Any, parts: AttentionParts, sections: MropeSections | None, *, is_invariant: bool = False
+    ) -> None:
+        """sections: how channels go by several axes; None for a rope over one. is_invariant: see `Kernels`."""
         super().__init__()
         self.inner = inner
         self._parts = parts
-        self._project = FusedLinear(parts.inputs)
-        self._out = FusedLinear([parts.output])
+        self._project = FusedLinear(parts.inputs, is_invariant=is_invariant)
+        self._out = FusedLinear([parts.output], is_invariant=is_invariant)
+        self._is_invariant = is_invariant
         self.adds_residual = self._out.adds_residual
         self._frequencies = mx.array(parts.frequencies.astype(np.float32))
         num_pairs = len(parts.frequencies)
@@ -172,7 +175,7 @@ class CudaAttentionMixer(nn.Module):
         heads = self._heads(projected, positions)
         # Of windows one kernel rotates the heads and attends. Of chunks it would rotate each key again for every tile
         # of queries that sees it: 19 ms a layer for 2,048 tokens.
-        is_one_kernel = factor is None and inputs.max_tokens <= LONGEST_WINDOW
+        is_one_kernel = factor is None and inputs.max_tokens <= LONGEST_WINDOW and not self._is_invariant
         queries = heads if is_one_kernel else self._rotated(heads, inputs, factor)
         return self._out(self._attend(queries, projected, inputs), residual)
 
@@ -235,9 +238,8 @@ class CudaAttentionMixer(nn.Module):
         """`[1, T, num_heads · head_dim]`, undefined in rows that the last table doesn't have."""
         parts, slabs = self._parts, _pairs(inputs)
         gates = (projected, parts.layout) if parts.is_gated else None
-        return kernels.attend(
-            parts.shape, inputs.tables[-1], inputs.max_tokens, queries, slabs, self._scale, parts.sinks, gates
-        )
+        given = inputs.tables[-1], inputs.max_tokens, queries, slabs, self._scale, parts.sinks, gates
+        return kernels.attend(parts.shape, *given, is_invariant=self._is_invariant)
 
     def _chunk(
         self,

@@ -79,12 +79,14 @@ def _make_plan(step: PackedStep, num_context: int) -> _DeltaPlan:
 class CudaDeltaMixer(nn.Module):
     """Replaces a `GatedDeltaNet` of mlx-lm."""
 
-    def __init__(self, inner: Any, shape: shapes.DeltaShape) -> None:
+    def __init__(self, inner: Any, shape: shapes.DeltaShape, *, is_invariant: bool = False) -> None:
+        """is_invariant: see `Kernels`."""
         super().__init__()
         self.inner = inner
         self._shape = shape
-        self._project = FusedLinear([inner[name] for name in PROJECTIONS])
-        self._out = FusedLinear([inner.out_proj], inner.sharding_group)
+        self._project = FusedLinear([inner[name] for name in PROJECTIONS], is_invariant=is_invariant)
+        self._out = FusedLinear([inner.out_proj], inner.sharding_group, is_invariant=is_invariant)
+        self._scans_in_blocks = not is_invariant
         self.adds_residual = self._out.adds_residual
         conv = mx.contiguous(inner.conv1d.weight[:, :, 0])
         self._weights = shapes.DeltaWeights(
@@ -126,7 +128,7 @@ class CudaDeltaMixer(nn.Module):
         tokens, contexts = delta.prepare_chunks(
             self._shape, self._weights, plan, stops, inputs.max_tokens, projected, table
         )
-        y, states = delta.scan_chunks(plan, stops, tokens, table.state, in_blocks=True)
+        y, states = delta.scan_chunks(plan, stops, tokens, table.state, in_blocks=self._scans_in_blocks)
         y = delta.gated_norm(self._shape, self._weights, y, projected)
         return self._out(y, residual), (states, contexts)
 

@@ -27,14 +27,14 @@ from headrace.models.step import View
 class CudaMLP(nn.Module):
     """Replaces an MLP of mlx-lm."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, *, is_invariant: bool = False) -> None:
         super().__init__()
         parts = mlp_parts(inner)
         assert parts is not None
         self.inner = inner
         inputs, output = parts
-        self._project = FusedLinear(inputs)
-        self._down = FusedLinear([output])
+        self._project = FusedLinear(inputs, is_invariant=is_invariant)
+        self._down = FusedLinear([output], is_invariant=is_invariant)
         self.adds_residual = self._down.adds_residual
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
@@ -68,11 +68,11 @@ def moe_parts(inner: Any) -> MoEParts | None:
 class CudaMoE(nn.Module):
     """Replaces a sparse MoE block of mlx-lm."""
 
-    def __init__(self, inner: Any, parts: MoEParts) -> None:
+    def __init__(self, inner: Any, parts: MoEParts, *, is_invariant: bool = False) -> None:
         super().__init__()
         self.inner = inner
         self._parts = parts
-        self._router = FusedLinear([inner.gate, inner.shared_expert_gate])
+        self._router = FusedLinear([inner.gate, inner.shared_expert_gate], is_invariant=is_invariant)
         shared = inner.shared_expert.inner if isinstance(inner.shared_expert, CudaMLP) else inner.shared_expert
         self._shared = shared.gate_proj, shared.up_proj, shared.down_proj
         self._group = inner.sharding_group

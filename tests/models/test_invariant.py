@@ -1,0 +1,97 @@
+"""Kernels whose results depend on nothing but a token and what stands before it; and what they don't support."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from models import tiny, tiny_fused
+from models.mixed_steps import MixedSteps
+
+from headrace.backend import blas, device
+from headrace.backend.kernels import Kernels
+from headrace.errors import ModelError
+from headrace.models.levels import choose_levels
+from headrace.models.load import load
+from headrace.models.packed import PackedModel
+from headrace.models.source import read_files
+from headrace.models.step import Row
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import StatePool
+
+pytestmark = pytest.mark.gpu
+
+INVARIANT = Kernels("invariant", "cuda")
+FAMILY = "qwen3_5_moe"
+"""Its tiny model has attention, a gated delta rule, experts, and sizes that all our kernels support."""
+VOCAB, LENGTH = 97, 300
+
+
+@pytest.fixture(autouse=True)
+def stock_blas() -> None:
+    blas.install("exact")
+
+
+def packed(family: str, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
+    model = tiny_fused.build(tiny_fused.widen(family, monkeypatch))
+    return PackedModel(model, choose_levels(model), INVARIANT)
+
+
+def logits_of(model: PackedModel, prompts: Sequence[Sequence[int]], parts: Sequence[int]) -> list[mx.array]:
+    """Of all tokens of prompts of one length, whose parts are computed together."""
+    pool, found = StatePool(has_batches=False), []
+    states = [SequenceState(pool) for _ in prompts]
+    for lo, num_tokens in zip(np.cumsum([0, *parts]).tolist(), parts, strict=False):
+        rows = []
+        for state, ids in zip(states, prompts, strict=True):
+            state.begin(num_tokens)
+            rows.append(Row(state, ids[lo : lo + num_tokens]))
+        found.append(model.forward(rows, range(num_tokens * len(rows))).reshape(len(rows), num_tokens, -1))
+        mx.eval(found, [state.arrays() for state in states])
+        for state in states:
+            state.commit(num_tokens)
+    return list(mx.concatenate(found, axis=1))
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="what stands for the kernels on a CPU is not invariant")
+def test_a_prompt_gets_the_same_logits_however_it_is_cut_and_whatever_is_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = packed(FAMILY, monkeypatch)
+    prompts = np.random.default_rng(1).integers(0, VOCAB, (9, LENGTH)).tolist()
+    (alone,) = logits_of(model, prompts[:1], (LENGTH,))
+    for parts in ((170, 130), (299, 1), (33, 200, 60, 6, 1)):
+        for num_prompts in (1, 9):
+            assert mx.array_equal(logits_of(model, prompts[:num_prompts], parts)[0], alone)
+
+
+@tiny_fused.only_operations
+def test_an_invariant_model_agrees_with_the_untouched_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sentences = tuple(np.random.default_rng(seed).integers(0, VOCAB, 48).tolist() for seed in (0, 1))
+    untouched = tiny.build(tiny_fused.widen(FAMILY, monkeypatch))
+    wanted = [tiny.reference(untouched, ids) for ids in sentences]
+    model = packed(FAMILY, monkeypatch)
+    assert model.invariance_refusal is None
+    got = MixedSteps(model, sentences, VOCAB, seed=1).run()
+    assert max(float(mx.abs(one - other).max()) for one, other in zip(got, wanted, strict=True)) < 3e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "refusal"),
+    [
+        ("qwen3_moe", "Qwen3MoeDecoderLayer has parts without kernels of ours"),
+        ("gemma3_text", "TransformerBlock has parts without kernels of ours"),
+        ("llama", "model.layers.2.mlp.down_proj: 96 inputs, no multiple of 64"),
+    ],
+)
+def test_what_is_not_all_our_kernels_is_told(family: str, refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packed(family, monkeypatch).invariance_refusal == refusal
+
+
+def test_a_model_whose_layers_are_not_our_kernels_is_not_loaded(tmp_path: Path) -> None:
+    files = read_files("tiny", tiny.save("llama", tmp_path))
+    with pytest.raises(ModelError, match="^--numerics invariant is not supported for tiny: .* without kernels of ours$"):
+        load(files, dtype="float32", numerics="invariant", self_check=False, device=device.current())
