@@ -47,8 +47,9 @@ PAIRS = CHUNKS[0] * (LENGTH + CHUNKS[0])
 """Of queries and keys in the first chunk."""
 MOST_REROUTED = 0.1
 """Of a step's tokens, where the model has experts: so many may differ by any amount, because routers choose other
-experts at near ties. On an H200 single tokens of tiny models' chunks were off by up to 9 times bfloat16's tolerance,
-and nine tenths by less than half of it; the models themselves differ as much from cut to cut."""
+experts at near ties. On an H200 single tokens in chunks of twelve families' tiny models were off by up to 9 times
+bfloat16's tolerance, and nine tenths by less than half of it in ten of them; the models themselves differ as much from
+cut to cut."""
 STEPS = (((5, 0), (0, 0)), ((2, 0), (6, 0)), ((1, 2), (1, 1)), ((1, 2), (2, 0)), ((3, 0), (3, 0)))
 """Per step and row: tokens of the row, then junk drafts that are rejected."""
 WITHOUT_KERNELS = "results of our CUDA kernels differ from mlx-lm's: these layers run without them"

@@ -4,6 +4,7 @@ Without one they are the operations that stand for the kernels.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -236,3 +237,23 @@ def test_a_mixture_that_the_kernels_do_not_do_is_refused() -> None:
     assert moe.refusal(moe.Routing(32, 16, True), experts, experts, mx.bfloat16) == "16 experts a token"
     mixed = moe.Experts(dense, dense, packed)
     assert moe.refusal(moe.Routing(8, 2, True), mixed, None, mx.bfloat16) == "experts that are not quantised alike"
+
+
+def test_an_invariant_product_of_another_type_is_refused() -> None:
+    """The library's would be another."""
+    held = Weights(mx.zeros((64, 64), mx.bfloat16), is_invariant=True)
+    with pytest.raises(ValueError, match="^activations in mlx.core.float32 for weights in mlx.core.bfloat16"):
+        matmul.product(mx.zeros((1, 64)), held)
+
+
+@pytest.mark.parametrize("form", [(16, 1), (4, 64)])
+def test_an_invariant_product_of_many_tokens_is_the_kernel_of_few(form: tuple[int, int]) -> None:
+    rng = np.random.default_rng(form[0])
+    held, _ = weights(rng, (203, 768), form)
+    x, residual = tokens(rng, 1, 200, 768), mx.ones((1, 200, 203))
+    invariant = replace(held, is_invariant=True)
+    each = mx.concatenate([matmul.skinny(x[:, lo : lo + 8], held) for lo in range(0, 200, 8)], axis=1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(matmul, "dense", None)
+        assert mx.array_equal(matmul.product(x, invariant), matmul.skinny(x, held))
+        assert mx.array_equal(matmul.product(x, invariant, residual), residual + matmul.skinny(x, held))

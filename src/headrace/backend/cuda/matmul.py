@@ -210,9 +210,12 @@ def product(x: mx.array, weights: Weights, residual: mx.array | None = None) -> 
 
     residual: see `skinny`.
     """
-    if _is_skinny(x, weights) and (residual is None or residual.dtype == x.dtype):
+    if not _is_skinny(x, weights):
+        found = x @ (weights.weight if weights.scales is None else dense(weights)).T
+    elif residual is None or residual.dtype == x.dtype:
         return skinny(x, weights, residual)
-    found = x @ (weights.weight if weights.scales is None else dense(weights)).T
+    else:
+        found = skinny(x, weights)
     return found if residual is None else residual + found
 
 
@@ -223,5 +226,7 @@ def gated(x: mx.array, weights: Weights) -> mx.array:
 
 def _is_skinny(x: mx.array, weights: Weights) -> bool:
     """Whether there are few tokens, in the weights' type: a model's additions may have widened it."""
+    if weights.is_invariant and x.dtype != weights.activations:
+        raise ValueError(f"activations in {x.dtype} for weights in {weights.activations} have no invariant product")
     most = MOST_TOKENS_OF_DENSE if weights.scales is None else MOST_TOKENS
     return (weights.is_invariant or x.size // x.shape[-1] <= most) and x.dtype == weights.activations
