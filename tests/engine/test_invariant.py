@@ -31,6 +31,6 @@ def test_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     model = tiny.build(name)
     packed = PackedModel(model, choose_levels(model), Kernels("invariant", "cuda"))
     loaded = SimpleNamespace(packed=packed, precision="float32")
-    reason = "adapters' sums depend on the tokens of a step, which --numerics invariant excludes"
+    reason = "--numerics invariant does not support adapters: their sums depend on a step's other tokens"
     with pytest.raises(ModelError, match=f"^--adapter one={tmp_path}: {reason}$"):
         load_adapters([f"one={tmp_path}"], (), loaded)

@@ -133,7 +133,7 @@ def classes(model: nn.Module) -> list[type]:
 
 def handing(model: nn.Module) -> list[bool]:
     """Which layers leave their residual sums to their parts."""
-    return [type(layer).__call__.__module__ == cuda_layers.__name__ for layer in model.layers]
+    return [cuda_layers.hands_over_residuals(layer) for layer in model.layers]
 
 
 def with_own_parts(model: nn.Module, name: str) -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from models.mixed_steps import MixedSteps
 from headrace.backend import blas, device
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
+from headrace.models.install import invariance_refusal
 from headrace.models.levels import choose_levels
 from headrace.models.load import load
 from headrace.models.packed import PackedModel
@@ -41,7 +43,7 @@ def packed(family: str, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
 
 
 def logits_of(model: PackedModel, prompts: Sequence[Sequence[int]], parts: Sequence[int]) -> list[mx.array]:
-    """Of all tokens of prompts of one length, whose parts are computed together."""
+    """Of all tokens of prompts of one length; a step computes one part of every prompt."""
     pool, found = StatePool(has_batches=False), []
     states = [SequenceState(pool) for _ in prompts]
     for lo, num_tokens in zip(np.cumsum([0, *parts]).tolist(), parts, strict=False):
@@ -56,7 +58,7 @@ def logits_of(model: PackedModel, prompts: Sequence[Sequence[int]], parts: Seque
     return list(mx.concatenate(found, axis=1))
 
 
-@pytest.mark.skipif(not mx.cuda.is_available(), reason="what stands for the kernels on a CPU is not invariant")
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="the reference operations on a CPU are not invariant")
 def test_a_prompt_gets_the_same_logits_however_it_is_cut_and_whatever_is_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -74,7 +76,7 @@ def test_an_invariant_model_agrees_with_the_untouched_one(monkeypatch: pytest.Mo
     untouched = tiny.build(tiny_fused.widen(FAMILY, monkeypatch))
     wanted = [tiny.reference(untouched, ids) for ids in sentences]
     model = packed(FAMILY, monkeypatch)
-    assert model.invariance_refusal is None
+    assert invariance_refusal(model.model) is None
     got = MixedSteps(model, sentences, VOCAB, seed=1).run()
     assert max(float(mx.abs(one - other).max()) for one, other in zip(got, wanted, strict=True)) < 3e-4
 
@@ -82,17 +84,39 @@ def test_an_invariant_model_agrees_with_the_untouched_one(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("family", "refusal"),
     [
-        ("qwen3_moe", "Qwen3MoeDecoderLayer has parts without kernels of ours"),
-        ("gemma3_text", "TransformerBlock has parts without kernels of ours"),
+        ("qwen3_moe", "Headrace has no kernels for all of Qwen3MoeDecoderLayer"),
+        ("gemma3_text", "Headrace has no kernels for all of TransformerBlock"),
         ("llama", "model.layers.2.mlp.down_proj: 96 inputs, no multiple of 64"),
     ],
 )
-def test_what_is_not_all_our_kernels_is_told(family: str, refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packed(family, monkeypatch).invariance_refusal == refusal
+def test_the_refusal_names_what_our_kernels_do_not_compute(
+    family: str, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert invariance_refusal(packed(family, monkeypatch).model) == refusal
 
 
 def test_a_model_whose_layers_are_not_our_kernels_is_not_loaded(tmp_path: Path) -> None:
     files = read_files("tiny", tiny.save("llama", tmp_path))
-    wanted = "--numerics invariant is not supported for tiny: .* without kernels of ours"
+    wanted = "--numerics invariant is not supported for tiny: Headrace has no kernels for all of TransformerBlock"
     with pytest.raises(ModelError, match=f"^{wanted}$"):
         load(files, dtype="float32", numerics="invariant", self_check=False, device=device.current())
+
+
+@tiny_fused.only_operations
+@pytest.mark.parametrize(
+    ("family", "fuses_attention", "reason"),
+    [
+        ("llama_sliding", True, "it has layers with a sliding window"),
+        ("qwen3_5_moe", False, "keys and values are quantised"),
+        ("qwen3_5_moe", True, None),
+    ],
+)
+def test_windows_and_quantised_keys_are_refused(
+    family: str, fuses_attention: bool, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save(tiny_fused.widen(family, monkeypatch), tmp_path)
+    monkeypatch.setattr("headrace.models.load.Kernels", lambda *_: INVARIANT)
+    given = {"dtype": "float32", "numerics": "invariant", "self_check": True, "fuses_attention": fuses_attention}
+    refused = pytest.raises(ModelError, match=f"^--numerics invariant is not supported for tiny: {reason}$")
+    with refused if reason is not None else nullcontext():
+        load(read_files("tiny", folder), device=device.current(), **given)

@@ -295,7 +295,7 @@ def test_a_tenth_of_a_chunks_tokens_may_go_to_other_experts(
 
 
 @tiny_fused.only_operations
-def test_a_result_that_is_no_number_is_not_for_other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_fails_also_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build(tiny_fused.widen("qwen3_moe", monkeypatch))
     reference = run_reference(model, VOCAB_SIZE, has_chunks=True)
     packed = PackedModel(model, choose_levels(model), tiny_fused.KERNELS)

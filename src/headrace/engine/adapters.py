@@ -92,7 +92,7 @@ def load_adapters(
     """
     refusal = None
     if loaded.packed.kernels.is_invariant:
-        refusal = "adapters' sums depend on the tokens of a step, which --numerics invariant excludes"
+        refusal = "--numerics invariant does not support adapters: their sums depend on a step's other tokens"
     pool = AdapterPool(loaded.packed.loras, getattr(mx, loaded.precision), refusal)
     found: dict[str, AdapterDescription] = {}
     for one in given:

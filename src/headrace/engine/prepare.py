@@ -99,7 +99,7 @@ def prepare(
         check_knobs(config, files)
     if files.is_encoder:
         if config.models.numerics == "invariant":
-            raise ConfigError(f"--numerics invariant is for models that write text, which {files.name} is not")
+            raise ConfigError(f"--numerics invariant does not support encoders, and {files.name} is one")
         return prepare_encoder(config, files, inbox, here, _device_lines(here, products), turns, share)
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     parts = _load_parts(config, files, here, constraints, share, rank_setup, chunk)
@@ -274,7 +274,7 @@ def _current_device(numerics: str) -> Device:
     if numerics == "invariant" and here.kind != "cuda":
         raise ConfigError("--numerics invariant needs an NVIDIA GPU")
     if numerics == "exact" and not (here.kind == "cpu" and sys.platform == "linux"):
-        advice = "; --numerics invariant has sums that don't" * (here.kind == "cuda")
+        advice = "; with --numerics invariant they don't" * (here.kind == "cuda")
         logger.warning(
             "exact numerics are exact on a CPU under Linux only: here sums depend on the tokens of a step%s", advice
         )

@@ -25,8 +25,8 @@ _SUMMED = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
 
 _SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
 LINEARS = (nn.Linear, nn.QuantizedLinear, *_SHARDED)
-MULTIPLIED = (*LINEARS, *_SUMMED, nn.Embedding, nn.QuantizedEmbedding)
-"""Modules whose weights are multiplied with tokens; those of experts are not among them."""
+WITH_PRODUCTS = (*LINEARS, *_SUMMED, nn.Embedding, nn.QuantizedEmbedding)
+"""Modules whose weights are multiplied with tokens, but for experts, all of whose products are a layer's kernel's."""
 
 
 def can_fuse(modules: Sequence[Any]) -> bool:
@@ -132,6 +132,7 @@ def _product(parts: list[Any], adds_bias: bool, is_invariant: bool) -> tuple[Pro
 
         return quantized, own if is_own and bias is None else None
     own = Weights(weight, is_invariant=is_invariant)
+    # MLX's product adds a bias without another operation
     if (bias is None or is_invariant) and matmul.refusal(own, weight.dtype) is None:
         if bias is None:
             return (lambda x: matmul.product(x, own)), own

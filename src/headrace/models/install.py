@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from headrace.backend.kernels import Kernels
 from headrace.backend.rope import RopeAngles
-from headrace.models.fused_linear import MULTIPLIED, FusedHead, can_be_head, product_refusal
+from headrace.models.fused_linear import WITH_PRODUCTS, FusedHead, can_be_head, product_refusal
 from headrace.models.levels import Level, Levels, ModulePath, is_gated_delta, mixers_of
 from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.mixers.cuda_delta import CudaDeltaMixer, shape_of
@@ -22,6 +22,7 @@ from headrace.models.mixers.cuda_layers import (
     CudaMoE,
     FusedAddNorm,
     fuse_residuals,
+    hands_over_residuals,
     is_fused_layer,
     moe_parts,
 )
@@ -62,8 +63,6 @@ class Patches:
         """How many mixers of each class our kernels replace."""
         self.writes_in_place = False
         """Whether a mixer writes states in place, unseen by MLX; see state/slabs.py."""
-        self.invariance_refusal = "it has layers without kernels of ours" if kernels.is_invariant else None
-        """Why the result of a token depends on others that are computed with it, where it must not; else None."""
         self._restores: list[Restore] = []
         self._sections = sections
         self._angles = RopeAngles()
@@ -93,8 +92,6 @@ class Patches:
             for path in _paths_where(lambda module: isinstance(module, MOE_LAYER), model):
                 if (experts := moe_parts(path.module)) is not None:
                     self._replace(path, CudaMoE(path.module, experts, is_invariant=kernels.is_invariant))
-            if kernels.is_invariant:
-                self.invariance_refusal = _invariance_refusal(model)
             self._fuse_residuals(model)
         around = {**REPLACEMENTS, **kernels.replacements}
         self._restores += [rebind(module, around) for module in _users_of(around, model)]
@@ -153,19 +150,22 @@ def _fused(
     return None
 
 
-def _invariance_refusal(model: Any) -> str | None:
-    """None if all layers and all products are our kernels'."""
-    others = {type(layer).__name__ for layer in model.layers if not is_fused_layer(layer)}
+def invariance_refusal(model: Any) -> str | None:
+    """Why results of a model that `Patches` has changed depend on a step's other tokens.
+
+    None if our kernels compute all that does.
+    """
+    others = {type(layer).__name__ for layer in model.layers if not hands_over_residuals(layer)}
     if others:
-        return f"{', '.join(sorted(others))} has parts without kernels of ours"
+        return f"Headrace has no kernels for all of {', '.join(sorted(others))}"
     modules = list(model.named_modules())
     ours = CudaAttentionMixer | CudaDeltaMixer | CudaMLP | CudaMoE | FusedHead
     within_ours = tuple([f"{path}." for path, module in modules if isinstance(module, ours)])
     for path, module in modules:
-        if isinstance(module, MULTIPLIED):
+        if isinstance(module, WITH_PRODUCTS):
             refusal = product_refusal(module)
             if refusal is None and not path.startswith(within_ours):
-                refusal = "its product is the library's"
+                refusal = "MLX computes its product"
             if refusal is not None:
                 return f"{path.replace('.inner', '')}: {refusal}"
     return None

@@ -18,6 +18,7 @@ from headrace.backend.gated_delta import is_library_faster
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
 from headrace.models.collectives import Collective, collectives_of
+from headrace.models.install import invariance_refusal
 from headrace.models.levels import Level, choose_levels, mixers_of
 from headrace.models.packed import PackedModel
 from headrace.models.pooling.trunk import Trunk, load_trunk
@@ -228,8 +229,16 @@ class _Loader:
 
 
 def _check_invariance(files: ModelFiles, checked: Checked) -> None:
-    """Raise ModelError if results depend on the tokens of a step."""
-    refusal = "; ".join(checked.lowered) or checked.packed.invariance_refusal
+    """Raise ModelError if a token's results depend on others that are computed with it."""
+    packed = checked.packed
+    if checked.lowered:
+        refusal: str | None = f"the self-check fails: {'; '.join(checked.lowered)}"
+    elif not packed.kernels.fuses_attention:
+        refusal = "keys and values are quantised"
+    elif packed.largest_window:  # their keys are counted from a place that depends on how a prompt was cut
+        refusal = "it has layers with a sliding window"
+    else:
+        refusal = invariance_refusal(packed.model)
     if refusal is not None:
         raise ModelError(f"--numerics invariant is not supported for {files.name}: {refusal}")
 

@@ -232,10 +232,6 @@ class PackedModel:
         return PackedStep(rows, packed_positions(rows), self.kernels, loras=loras)
 
     @property
-    def invariance_refusal(self) -> str | None:
-        return self._patches.invariance_refusal
-
-    @property
     def largest_window(self) -> int:
         """The largest sliding window in tokens, the current one included; 0 without such layers."""
         parts = [part for entry in self._windows for part in (entry if isinstance(entry, tuple) else (entry,))]

@@ -366,7 +366,7 @@ def test_an_invariant_token_finds_the_same_bits_in_any_row(shape: HeadShape, dty
         plan = mx.array(plan_of(window, 1, tuple(places)), dtype=mx.int32)
         own = mx.concatenate([queries[begin:end] for begin, end in rows])
         most = max(end - begin for begin, end in rows)
-        return attended(shape, plan, most, own, slabs, scale, sinks, is_invariant=True)
+        return attended(shape, plan, most, own, slabs, scale, sinks, fixed_parts=True)
 
     whole = found((0, 90))
     for cut in ((37,), (84,), (1, 2, 33, 40)):

@@ -80,10 +80,10 @@ def _attend(num_slabs: int, sinks: bool, gated: bool, head_dim: int, normed: boo
 
 
 @cache
-def _attend_chunks(num_slabs: int, sinks: bool, gated: bool, head_dim: int, is_invariant: bool) -> CudaKernel:
-    parts = f"{_FEWEST_KEYS}, {str(is_invariant).lower()}"
+def _attend_chunks(num_slabs: int, sinks: bool, gated: bool, head_dim: int, fixed_parts: bool) -> CudaKernel:
+    key_parts = f"{_FEWEST_KEYS}, {str(fixed_parts).lower()}"
     call = (
-        f"attend_chunks<T, HQ, HKV, D, {_chunk_keys(head_dim)}, {CHUNK_BLOCKS}, {parts}, MANY_TOKENS, MANY_KEYS>"
+        f"attend_chunks<T, HQ, HKV, D, {_chunk_keys(head_dim)}, {CHUNK_BLOCKS}, {key_parts}, MANY_TOKENS, MANY_KEYS>"
         f"(plan, plan_shape[0], queries, small, keys, values, {_output(sinks, gated)}, {_SCALE}, partial_shape[0], "
         "const_cast<float*>(partial), const_cast<unsigned*>(counters));"
     )
@@ -163,7 +163,7 @@ def attend(
     sinks: mx.array | None = None,
     gates: tuple[mx.array, Projection] | None = None,
     many_tokens: int = MANY_TOKENS,
-    is_invariant: bool = False,
+    fixed_parts: bool = False,
 ) -> mx.array:
     """`[1, T, num_heads · head_dim]`: what queries `[T, num_heads, head_dim]` find in their rows' slots.
 
@@ -173,8 +173,9 @@ def attend(
     plan: int32 `[R, 8]`, see rows.cuh; rows may have no tokens. most: tokens of a row at most.
     slabs: keys and values `[slots, num_kv_heads, capacity, head_dim]`. scale: float32 `[1]`.
     gates: a projection, and where it has them. many_tokens: rows of so many, or that see more than MANY_KEYS keys, go
-    through chunk_attention.cuh if `most` is more than LONGEST_WINDOW. is_invariant: all rows do, in parts of their keys
-    that make a token's sums the same in any row; they need those of `rope_append`.
+    through chunk_attention.cuh if `most` is more than LONGEST_WINDOW. fixed_parts: all rows do, in parts of
+    _FEWEST_KEYS keys, so that a token's sums don't depend on its row's other tokens; `rope_append` must have written
+    the keys.
     """
     held, number = _filled(slabs)
     head_dim = shape.head_dim
@@ -183,8 +184,8 @@ def attend(
         heads, template = _inputs(queries)
     else:
         dtype, num_tokens, normed, heads, template = queries.dtype, queries.shape[0], None, [queries], {}
-    is_chunk = is_invariant or most > LONGEST_WINDOW
-    own = {"T": dtype, "MANY_TOKENS": many_tokens if is_chunk and not is_invariant else 0}
+    is_chunk = fixed_parts or most > LONGEST_WINDOW
+    own = {"T": dtype, "MANY_TOKENS": many_tokens if is_chunk and not fixed_parts else 0}
     constants = {**template, **own, **_constants(shape, None if gates is None else gates[1])}
     sort = number, sinks is not None, gates is not None, head_dim
     found = ((1, num_tokens, shape.num_heads * head_dim), dtype)
@@ -198,10 +199,10 @@ def attend(
         return launch(inputs, constants, (blocks, 1, 1), _THREADS, (found,))[0]
 
     def attended_in_chunks(small: list[mx.array]) -> mx.array:
-        parts, launch = (_MOST_PARTS, _THREADS, head_dim // 2 + 4), _attend_chunks(*sort, is_invariant)
+        parts, launch = (_MOST_PARTS, _THREADS, head_dim // 2 + 4), _attend_chunks(*sort, fixed_parts)
         return attended("attend_chunks", launch, [*heads, *small], CHUNK_BLOCKS, parts)
 
-    if is_invariant:  # no row is small
+    if fixed_parts:  # no row is small: what stands for their results is not read
         return attended_in_chunks(heads)
     most = min(most, MANY_TOKENS)
     tiles, splits = -(-most * (shape.num_heads // shape.num_kv_heads) // _TILE), most_splits(shape, most)

@@ -14,15 +14,15 @@ constexpr int PAD = 8;  // behind a row in shared memory: eight rows then lie in
 struct KeyParts {
   int begin, size, number;
 
-  // keys: how many are read at a time. fewest: keys of a part. are_fixed: all parts have so few, and begin at multiples of it, so
-  // that a token's sums don't depend on the row's other tokens
-  __device__ KeyParts(const Row& row, int num_tiles, int keys, int blocks_at_once, int fewest, bool are_fixed) {
+  // keys: how many are read at a time. fewest: keys of a part. fixed: every part has so few, counted from the row's first key, so
+  // that the parts don't depend on the row's other tokens
+  __device__ KeyParts(const Row& row, int num_tiles, int keys, int blocks_at_once, int fewest, bool fixed) {
     const int first = row.window ? max(row.first, row.start - row.window + 1) : row.first, origin = row.first / PLACES * PLACES;
-    if (are_fixed) keys = fewest;
+    if (fixed) keys = fewest;
     begin = origin + (first - origin) / keys * keys;
     const int total = row.start + row.num_tokens - begin;
     const int wanted = max(1, min(blocks_at_once / max(num_tiles, 1), total / fewest));
-    size = are_fixed ? fewest : (total + wanted * keys - 1) / (wanted * keys) * keys;
+    size = fixed ? fewest : (total + wanted * keys - 1) / (wanted * keys) * keys;
     number = row.num_tokens ? (total + size - 1) / size : 0;
   }
 };
@@ -209,7 +209,7 @@ __device__ void attend_chunks(const int* plan, int plan_rows, const T* queries, 
           for (int j = 0; j < 4; j++) {
             const int key = at + n * 8 + t * 2 + j % 2;
             const bool seen = all_seen || (key >= row.first && key <= last[j / 2] && (!row.window || key > last[j / 2] - row.window));
-            s[n][j] = seen ? __fmul_rn(s[n][j], scale) : -INFINITY;  // rounded whether or not all keys are seen
+            s[n][j] = seen ? __fmul_rn(s[n][j], scale) : -INFINITY;  // else fused into the next sum where all are seen
             higher[j / 2] = fmaxf(higher[j / 2], s[n][j]);
           }
         float shrink[2];

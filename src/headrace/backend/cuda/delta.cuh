@@ -43,6 +43,7 @@ struct Channels {
     for (int i = 0; i < QUADS; i++) {
       kk[i] = reinterpret_cast<const float4*>(k)[i * LANES + lane];
       const float4 qq = reinterpret_cast<const float4*>(q)[i * LANES + lane];
+      // here rather than once a token, so that its order is the same wherever this is inlined
       kq.x = __fmaf_rn(kk[i].y, qq.y, __fmaf_rn(kk[i].x, qq.x, kq.x));
       kq.y = __fmaf_rn(kk[i].w, qq.w, __fmaf_rn(kk[i].z, qq.z, kq.y));
 #pragma unroll

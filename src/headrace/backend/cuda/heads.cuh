@@ -6,8 +6,8 @@
 
 enum class Sort { QUERY, KEY, VALUE };
 
-// A channel turned with its partner. It is rounded in the same places wherever this is inlined.
-__device__ float turned(float x, float cosine, float partner, float sine) {
+// A channel behind the rope's rotation with its partner. It is rounded in the same places wherever this is inlined.
+__device__ float rotated(float x, float cosine, float partner, float sine) {
   return __fmaf_rn(x, cosine, __fmul_rn(partner, sine));
 }
 
@@ -52,8 +52,8 @@ struct ProjectedHeads {
         float sine, cosine;
         turn(i * 32 + lane, sine, cosine);
         const float first = x[i], second = x[i + APART];
-        x[i] = turned(first, cosine, -second, sine);
-        x[i + APART] = turned(second, cosine, first, sine);
+        x[i] = rotated(first, cosine, -second, sine);
+        x[i + APART] = rotated(second, cosine, first, sine);
       }
     } else {
       float found[PER_LANE];
@@ -73,7 +73,7 @@ struct ProjectedHeads {
         if (c < ROTARY) {
           float sine, cosine;
           turn(c % HALF, sine, cosine);
-          found[i] = turned(x[i], cosine, is_first ? -partner : partner, sine);
+          found[i] = rotated(x[i], cosine, is_first ? -partner : partner, sine);
         }
       }
 #pragma unroll

@@ -32,7 +32,8 @@ class Weights:
     """Of a linear layer, or of experts: `[…, N, K]` in the activations' type, or quantised as `mx.quantize` does.
 
     Quantised: weight uint32 `[…, N, K · bits / 32]`, scales and biases `[…, N, K / group_size]`.
-    is_invariant: whether any number of tokens goes through `skinny`, which gives a token the same sums in any company.
+    is_invariant: whether any number of tokens goes through `skinny`, which gives a token the same sums whatever is
+    beside it.
     """
 
     weight: mx.array
@@ -225,8 +226,11 @@ def gated(x: mx.array, weights: Weights) -> mx.array:
 
 
 def _is_skinny(x: mx.array, weights: Weights) -> bool:
-    """Whether there are few tokens, in the weights' type: a model's additions may have widened it."""
+    """Whether `skinny` computes this: few tokens, or any number if invariant, in the weights' type.
+
+    A model's additions may have widened it. Raises ValueError for an invariant product in another type.
+    """
     if weights.is_invariant and x.dtype != weights.activations:
-        raise ValueError(f"activations in {x.dtype} for weights in {weights.activations} have no invariant product")
+        raise ValueError(f"invariant products need activations in {weights.activations}, not {x.dtype}")
     most = MOST_TOKENS_OF_DENSE if weights.scales is None else MOST_TOKENS
     return (weights.is_invariant or x.size // x.shape[-1] <= most) and x.dtype == weights.activations

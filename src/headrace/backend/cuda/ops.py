@@ -170,7 +170,7 @@ def attend(
     sinks: mx.array | None = None,
     gates: tuple[mx.array, Projection] | None = None,
     many_tokens: int = 0,
-    is_invariant: bool = False,
+    fixed_parts: bool = False,
 ) -> mx.array:
     """Row by row: softmax over the keys that each token sees, and its sink."""
     if isinstance(queries, ProjectedHeads):

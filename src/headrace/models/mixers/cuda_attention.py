@@ -239,7 +239,7 @@ class CudaAttentionMixer(nn.Module):
         parts, slabs = self._parts, _pairs(inputs)
         gates = (projected, parts.layout) if parts.is_gated else None
         given = inputs.tables[-1], inputs.max_tokens, queries, slabs, self._scale, parts.sinks, gates
-        return kernels.attend(parts.shape, *given, is_invariant=self._is_invariant)
+        return kernels.attend(parts.shape, *given, fixed_parts=self._is_invariant)
 
     def _chunk(
         self,

@@ -122,6 +122,11 @@ def is_fused_layer(layer: Any) -> bool:
     return isinstance(layer.mlp, CudaMLP | CudaMoE)
 
 
+def hands_over_residuals(layer: Any) -> bool:
+    """Whether `fuse_residuals` has replaced its forward."""
+    return type(layer).__call__.__module__ == __name__
+
+
 def fuse_residuals(layer: Any, after_mixer: FusedAddNorm | None, after_mlp: FusedAddNorm | None) -> Restore:
     """Let a layer that `is_fused_layer` pass its parts the residual to add to their outputs.
 
