@@ -10,7 +10,7 @@ from models import tiny, tiny_fused
 from models.adapter_folders import write_mlx_lm
 
 from headrace.backend.kernels import Kernels
-from headrace.config import Config, ModelConfig
+from headrace.config import Config, EngineConfig, ModelConfig
 from headrace.engine.adapters import load_adapters
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, ModelError
@@ -21,8 +21,29 @@ from headrace.models.packed import PackedModel
 @tiny_fused.only_operations
 def test_other_devices_are_refused(tmp_path: Path) -> None:
     folder = tiny.save("llama", tmp_path)
-    with pytest.raises(ConfigError, match="^--numerics invariant needs an NVIDIA GPU$"):
+    with pytest.raises(ModelError, match="^--numerics invariant needs an NVIDIA GPU$"):
         Engine.launch(Config(str(folder), ModelConfig(numerics="invariant")))
+
+
+@pytest.mark.parametrize(
+    ("is_encoder", "sparse_draft", "reason"),
+    [
+        (True, None, "does not support encoders, and tiny is one"),
+        (False, "draft", "does not support --sparse-draft: which tokens it leaves out depends on the cache"),
+    ],
+)
+def test_encoders_and_sparse_prefill_are_refused(
+    is_encoder: bool, sparse_draft: str | None, reason: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    if is_encoder:
+        (folder / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    else:
+        tiny.save("llama", folder)
+    config = Config(str(folder), ModelConfig(numerics="invariant"), EngineConfig(sparse_draft=sparse_draft))
+    with pytest.raises(ConfigError, match=f"^--numerics invariant {reason}$"):
+        Engine.launch(config)
 
 
 def test_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

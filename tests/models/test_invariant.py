@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -30,6 +31,7 @@ INVARIANT = Kernels("invariant", "cuda")
 FAMILY = "qwen3_5_moe"
 """Its tiny model has attention, a gated delta rule, experts, and sizes that all our kernels support."""
 VOCAB, LENGTH = 97, 300
+AS_ON_CUDA = replace(device.current(), kind="cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +101,7 @@ def test_a_model_whose_layers_are_not_our_kernels_is_not_loaded(tmp_path: Path) 
     files = read_files("tiny", tiny.save("llama", tmp_path))
     wanted = "--numerics invariant is not supported for tiny: Headrace has no kernels for all of TransformerBlock"
     with pytest.raises(ModelError, match=f"^{wanted}$"):
-        load(files, dtype="float32", numerics="invariant", self_check=False, device=device.current())
+        load(files, dtype="float32", numerics="invariant", self_check=False, device=AS_ON_CUDA)
 
 
 @tiny_fused.only_operations
@@ -115,8 +117,21 @@ def test_windows_and_quantised_keys_are_refused(
     family: str, fuses_attention: bool, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny.save(tiny_fused.widen(family, monkeypatch), tmp_path)
-    monkeypatch.setattr("headrace.models.load.Kernels", lambda *_: INVARIANT)
     given = {"dtype": "float32", "numerics": "invariant", "self_check": True, "fuses_attention": fuses_attention}
     refused = pytest.raises(ModelError, match=f"^--numerics invariant is not supported for tiny: {reason}$")
     with refused if reason is not None else nullcontext():
-        load(read_files("tiny", folder), device=device.current(), **given)
+        load(read_files("tiny", folder), device=AS_ON_CUDA, **given)
+
+
+@tiny_fused.only_operations
+def test_a_product_of_another_type_is_told_without_a_self_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms in single precision widen what comes to half-precision weights."""
+    folder = tiny.save(tiny_fused.widen(FAMILY, monkeypatch), tmp_path)
+    file = str(folder / "model.safetensors")
+    half = {name: each if "norm" in name else each.astype(mx.bfloat16) for name, each in dict(mx.load(file)).items()}
+    mx.save_safetensors(file, half)
+    wanted = "--numerics invariant: a step raised: invariant products need activations in mlx.core.bfloat16"
+    with pytest.raises(ModelError, match=f"^{wanted}"):
+        load(read_files("tiny", folder), dtype="stored", numerics="invariant", self_check=False, device=AS_ON_CUDA)

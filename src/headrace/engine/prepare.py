@@ -15,7 +15,7 @@ from headrace.backend import blas, device
 from headrace.backend.device import Device
 from headrace.backend.mac import wire
 from headrace.cancellation import check_cancelled
-from headrace.config import Config
+from headrace.config import Config, EngineConfig
 from headrace.config_loading import set_up_libraries
 from headrace.engine.adapters import AdapterPool, load_adapters
 from headrace.engine.commands import Command
@@ -97,9 +97,9 @@ def prepare(
     config = rank_setup.connect(config, files)
     if files.recipe is not None:
         check_knobs(config, files)
+    if config.models.numerics == "invariant":
+        _check_invariance(files, knobs)
     if files.is_encoder:
-        if config.models.numerics == "invariant":
-            raise ConfigError(f"--numerics invariant does not support encoders, and {files.name} is one")
         return prepare_encoder(config, files, inbox, here, _device_lines(here, products), turns, share)
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
     parts = _load_parts(config, files, here, constraints, share, rank_setup, chunk)
@@ -269,10 +269,17 @@ def _sample(constraints: ConstraintFactory | None) -> tuple[int, ...]:
     return tuple(tokens[:_SAMPLE_TOKENS])
 
 
+def _check_invariance(files: ModelFiles, knobs: EngineConfig) -> None:
+    """Raise ConfigError for what isn't invariant whatever the model is."""
+    if files.is_encoder:
+        raise ConfigError(f"--numerics invariant does not support encoders, and {files.name} is one", param="numerics")
+    if knobs.sparse_draft is not None:
+        reason = "which tokens it leaves out depends on the cache"
+        raise ConfigError(f"--numerics invariant does not support --sparse-draft: {reason}", param="sparse_draft")
+
+
 def _current_device(numerics: str) -> Device:
     here = device.current()
-    if numerics == "invariant" and here.kind != "cuda":
-        raise ConfigError("--numerics invariant needs an NVIDIA GPU")
     if numerics == "exact" and not (here.kind == "cpu" and sys.platform == "linux"):
         advice = "; with --numerics invariant they don't" * (here.kind == "cuda")
         logger.warning(

@@ -17,6 +17,7 @@ from headrace.backend.device import Device, dtype_name
 from headrace.backend.gated_delta import is_library_faster
 from headrace.backend.kernels import Kernels
 from headrace.errors import ModelError
+from headrace.isolation import errors_as, first_line
 from headrace.models.collectives import Collective, collectives_of
 from headrace.models.install import invariance_refusal
 from headrace.models.levels import Level, choose_levels, mixers_of
@@ -29,6 +30,8 @@ from headrace.models.source import CONTEXT_FIELDS, ModelFiles, weights_bytes
 from headrace.models.stored_files import check_files, norms_contradiction
 from headrace.models.vlm import load_vlm, runs_whole
 from headrace.models.weights import Loaded, has_text_model, load_weights, set_precision
+from headrace.state.sequence import SequenceState
+from headrace.state.slabs import StatePool
 from headrace.types.model import TokenIds
 
 logger = logging.getLogger(__name__)
@@ -83,6 +86,8 @@ def load(
     fuses_attention: see `Kernels`.
     Raises ModelError if the folder's weights can't be loaded, or can't run here in the precision that they are in.
     """
+    if numerics == "invariant" and device.kind != "cuda":
+        raise ModelError("--numerics invariant needs an NVIDIA GPU")
     kernels = replace(Kernels(numerics, device.kind), fuses_attention=fuses_attention)
     loader = _Loader(files, kernels, self_check, device, tokens)
     if quantization is not None:
@@ -241,6 +246,9 @@ def _check_invariance(files: ModelFiles, checked: Checked) -> None:
         refusal = invariance_refusal(packed.model)
     if refusal is not None:
         raise ModelError(f"--numerics invariant is not supported for {files.name}: {refusal}")
+    if checked.margin is None:  # nothing has run yet
+        with errors_as(lambda error: ModelError(f"--numerics invariant: a step raised: {first_line(error)}")):
+            packed.compute(SequenceState(StatePool(has_batches=False)), [0])
 
 
 def _scans_by_library(model: Any) -> bool:
