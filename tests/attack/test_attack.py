@@ -116,6 +116,7 @@ def quoting_errors(server: RunningServer, marked: list[Marked]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_very_many_small_requests_leave_no_memory_behind(
     tmp_path: Path, is_whole: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

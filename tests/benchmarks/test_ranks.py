@@ -27,6 +27,7 @@ def test_a_shape_is_measured_on_one_device_and_on_two(tmp_path: Path, capsys: py
     assert 0.5 < report["ranks"][1]["said"]["weights_bytes"] / report["one"]["said"]["weights_bytes"] < 0.9
 
 
+@pytest.mark.slow
 def test_sums_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [5_120, 40_960]
     words = ["--ranks", "2", "--backend", "ring", "--repeats", "1", "--bytes", *map(str, sizes)]

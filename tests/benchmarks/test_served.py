@@ -19,6 +19,7 @@ def test_a_burst_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["compiled variants built since ready"] == "0"
 
 
+@pytest.mark.slow
 def test_why_a_server_does_not_start_is_told() -> None:
     with pytest.raises(HeadraceError, match="no/such/folder"):
         run(["/no/such/folder", "--parts", "bursts"])

@@ -19,7 +19,7 @@ from headrace.models.packed import PackedModel
 QUICK = {"dtype": "float32", "prefill": (24,), "decode": ((1, 16), (3, 16)), "num_repeats": 2, "num_steps": 2}
 
 
-@pytest.mark.parametrize("shape", ["tiny-qwen3.5-moe", "tiny-qwen3"])
+@pytest.mark.parametrize("shape", [pytest.param("tiny-qwen3.5-moe", marks=pytest.mark.slow), "tiny-qwen3"])
 def test_each_figure_is_told_as_soon_as_it_is_there(shape: str) -> None:
     told: list[Figure] = []
     plan = ModelPlan(shape, **QUICK)  # type: ignore[arg-type]

@@ -52,7 +52,9 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly() -> None:
     assert err == b"" or b"Traceback" not in err
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize(
+    "encoding", ["ascii", *(pytest.param(each, marks=pytest.mark.slow) for each in ("latin-1", "utf-8"))]
+)
 def test_a_terminal_without_a_character_shows_another_in_its_place(encoding: str) -> None:
     with start("né 你 🎉", 1, PYTHONIOENCODING=encoding) as process:
         out, err = process.communicate("schön\n".encode(), timeout=PATIENCE_S)

@@ -96,6 +96,7 @@ def test_what_each_rank_would_hold_of_a_split_model_is_foreseen_without_weights(
         estimate_split(preview(0).files, 3)
 
 
+@pytest.mark.slow
 def test_ranks_are_compared_and_their_link_is_measured() -> None:
     words = [sys.executable, "-m", "headrace", "doctor", "miniature", "--ranks", "2"]  # MLX connects a process once
     out = subprocess.run(words, capture_output=True, text=True, check=True).stdout

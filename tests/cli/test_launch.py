@@ -169,7 +169,9 @@ def elsewhere() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+@pytest.mark.parametrize(
+    "end", ["", pytest.param("/", marks=pytest.mark.slow), pytest.param("/v1", marks=pytest.mark.slow), "/v1/"]
+)
 def test_a_server_may_be_below_a_path(launcher: Launcher, elsewhere: str, end: str) -> None:
     launcher.install(NOTING)
     ended = launcher.run("claude", "--url", f"{elsewhere}/some/path{end}")

@@ -145,7 +145,7 @@ def test_doctor_reports_on_the_machine_and_on_a_model_only_when_one_is_named(
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("tokenizer.json", None, "no tokenizer could be loaded"),
+        pytest.param("tokenizer.json", None, "no tokenizer could be loaded", marks=pytest.mark.slow),
         ("tokenizer.json", "{", "no tokenizer could be loaded"),
         ("chat_template.jinja", "{% if %}", "chat template is broken in line 1"),
         ("generation_config.json", "[", "not valid JSON"),

@@ -104,7 +104,11 @@ def expected() -> Outputs:
 
 
 @pytest.fixture(
-    scope="module", params=["random, tied", "random, untied", pytest.param("zeros, tied", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        "random, untied",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("random, tied", "zeros, tied")),
+    ],
 )
 def padded_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     rows, ends = request.param.split(", ")

@@ -107,7 +107,7 @@ async def give_up_within(
     return computed
 
 
-@pytest.mark.parametrize("name", ["dense", "hybrid", "sliding"])
+@pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "hybrid", "sliding"])
 async def test_who_comes_back_after_half_a_prompt_pays_for_the_other_half(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

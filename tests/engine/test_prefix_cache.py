@@ -248,7 +248,7 @@ async def test_side_requests_between_turns_evict_no_long_conversation(
         engine.stop()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_5"])
 async def test_sixty_prompts_under_a_small_budget(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory stays flat, and nothing is refused."""
     folder = tiny.save(name, tmp_path / name)

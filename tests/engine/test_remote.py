@@ -295,7 +295,7 @@ def is_alive(pid: int) -> bool:
     [
         (signal.SIGKILL, None, 2, "the engine's process was killed by SIGKILL"),
         (None, signal.SIGKILL, -signal.SIGKILL, ""),
-        (signal.SIGSTOP, signal.SIGTERM, 0, "the engine is still busy"),
+        pytest.param(signal.SIGSTOP, signal.SIGTERM, 0, "the engine is still busy", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_and_its_engines_process_end_together(

@@ -113,7 +113,10 @@ def test_a_kept_copy_is_read_without_the_original(
         np.testing.assert_array_equal(after[name], array)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "notes", "gone"])
+@pytest.mark.parametrize(
+    "damage",
+    ["flip", "cut", pytest.param("notes", marks=pytest.mark.slow), pytest.param("gone", marks=pytest.mark.slow)],
+)
 def test_a_damaged_copy_is_made_anew(
     damage: str, files: ModelFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_signal_ends_all_ranks_without_a_complaint(split: Server) -> None:
     assert "ended" not in split.log
 
 
+@pytest.mark.slow
 def test_when_another_rank_is_killed_streams_end_with_an_error_and_the_server_with_them(tmp_path: Path) -> None:
     with serving(tmp_path / "log", "--ranks", "2") as server:
         lines: list[str] = []
@@ -208,9 +209,17 @@ def test_a_host_that_can_not_take_part_ends_all_with_one_line(tmp_path: Path, ho
     ("words", "message"),
     [
         (["--ranks", "1"], "--ranks must be at least 2"),
-        (["--ranks", "nowhere.json"], "nowhere.json is no number, and no file can be read there"),
+        pytest.param(
+            ["--ranks", "nowhere.json"],
+            "nowhere.json is no number, and no file can be read there",
+            marks=pytest.mark.slow,
+        ),
         (["--ranks-backend", "ring"], "--ranks-backend has no effect without --ranks"),
-        (["--ranks", "2", "--cache-dir", "."], "--cache-dir is not supported with --ranks"),
+        pytest.param(
+            ["--ranks", "2", "--cache-dir", "."],
+            "--cache-dir is not supported with --ranks",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_ranks_can_not_do_is_refused(words: list[str], message: str) -> None:

@@ -88,6 +88,7 @@ def check_fused(names: list[str], folder: Path) -> None:
         assert re.search(r"^kernels: \d.*, steps of few tokens compiled$", found[name]["layers"][1])
 
 
+@pytest.mark.slow
 def test_two_ranks_with_cudas_layers_compute_what_one_does(tmp_path: Path) -> None:
     check_fused(FUSED, tmp_path)
 

@@ -135,7 +135,12 @@ def wait_until_closed(connection: socket.socket) -> None:
 
 @pytest.mark.parametrize(
     ("number", "hurry"),
-    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGTERM, True)],
+    [
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.slow),
+        (signal.SIGTERM, False),
+        (signal.SIGINT, True),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.slow),
+    ],
 )
 def test_requests_that_are_being_answered_end_with_an_error_in_their_own_form(number: int, hurry: bool) -> None:
     with (

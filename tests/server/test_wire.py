@@ -214,7 +214,7 @@ def test_a_port_that_another_server_has_taken_while_this_one_loaded_is_refused_b
                 serve(models_of(fake_session(FakeEngine("hi"))), config, listener, lambda: None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_the_server_in_order(number: signal.Signals) -> None:
     program = textwrap.dedent("""
         from fakes import FakeEngine, fake_session, models_of

@@ -64,7 +64,15 @@ def test_blocks_of_hard_tokens(change: Callable[[Prepared], Prepared]) -> None:
         table_tests.test_states_are_precise_whatever_the_tokens_are(change, mx.bfloat16, True)
 
 
-@pytest.mark.parametrize("heads", [(1, 2, 64, 16), (1, 1, 64, 32), (1, 2, 64, 48), (1, 1, 128, 64)])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        pytest.param((1, 2, 64, 16), marks=pytest.mark.slow),
+        (1, 1, 64, 32),
+        pytest.param((1, 2, 64, 48), marks=pytest.mark.slow),
+        pytest.param((1, 1, 128, 64), marks=pytest.mark.slow),
+    ],
+)
 def test_rows_of_few_tokens_go_token_by_token(heads: tuple[int, int, int, int]) -> None:
     with emulation():
         table_tests.test_rows_of_few_tokens_find_the_same_bits_in_any_company(heads, mx.bfloat16)
@@ -78,12 +86,12 @@ def test_blocks_of_heads_of_all_sizes(heads: tuple[int, int, int, int], dtype: m
             table_tests.test_chunks_go_on_from_slots_and_leave_them_there(case, heads, dtype, True)
 
 
-FULL_AND_NOT = [(HEADS[1], mx.bfloat16), (HEADS[5], mx.bfloat16)]
-"""Heads that fill a warp's lanes, and heads that leave some without a channel."""
-OTHERS = [pytest.param(*sort, marks=pytest.mark.slow) for sort in SORTS if sort not in FULL_AND_NOT]
+NOT_FULL = HEADS[5], mx.bfloat16
+"""Heads that leave some of a warp's lanes without a channel."""
+OTHERS = [pytest.param(*sort, marks=pytest.mark.slow) for sort in SORTS if sort != NOT_FULL]
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [*FULL_AND_NOT, *OTHERS], ids=str)
+@pytest.mark.parametrize(("heads", "dtype"), [NOT_FULL, *OTHERS], ids=str)
 def test_parts_of_layers_of_all_sizes(heads: tuple[int, int, int, int], dtype: mx.Dtype) -> None:
     with emulation():
         case = "lengths about those of groups"
@@ -126,6 +134,7 @@ def test_parts_are_put(case: str) -> None:
         put_tests.test_a_part_is_written_in_place(case)
 
 
+@pytest.mark.slow
 def test_parts_of_several_tables_are_put() -> None:
     with emulation():
         put_tests.test_parts_of_several_tables_are_written()
