@@ -28,9 +28,8 @@ class ModelConfig:
     )
     numerics: str = knob(
         "fast",
-        "exact computes with the stock BLAS and the reference kernels: on a CPU under Linux bit-equal to mlx-lm token "
-        "by token, and slow; on GPUs and Macs sums depend on how many tokens share a step. invariant, on NVIDIA GPUs: "
-        "answers depend neither on other requests nor on what the cache holds; prompts take several times as long",
+        "exact: the stock BLAS and reference kernels, slow; bit-equal to mlx-lm token by token on a CPU under Linux. "
+        "invariant, on NVIDIA GPUs: answers depend on no other request and no cache; prompts take longer",
         choices=("fast", "exact", "invariant"),
     )
     tool_format: str = knob(

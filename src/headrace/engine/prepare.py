@@ -15,7 +15,7 @@ from headrace.backend import blas, device
 from headrace.backend.device import Device
 from headrace.backend.mac import wire
 from headrace.cancellation import check_cancelled
-from headrace.config import Config, EngineConfig
+from headrace.config import Config
 from headrace.config_loading import set_up_libraries
 from headrace.engine.adapters import AdapterPool, load_adapters
 from headrace.engine.commands import Command
@@ -97,8 +97,7 @@ def prepare(
     config = rank_setup.connect(config, files)
     if files.recipe is not None:
         check_knobs(config, files)
-    if config.models.numerics == "invariant":
-        _check_invariance(files, knobs)
+    _check_invariance(config, files)
     if files.is_encoder:
         return prepare_encoder(config, files, inbox, here, _device_lines(here, products), turns, share)
     chunk = PREFILL_CHUNK[here.kind] if knobs.prefill_chunk is None else knobs.prefill_chunk
@@ -269,11 +268,13 @@ def _sample(constraints: ConstraintFactory | None) -> tuple[int, ...]:
     return tuple(tokens[:_SAMPLE_TOKENS])
 
 
-def _check_invariance(files: ModelFiles, knobs: EngineConfig) -> None:
-    """Raise ConfigError for what isn't invariant whatever the model is."""
+def _check_invariance(config: Config, files: ModelFiles) -> None:
+    """Raise ConfigError for what `--numerics invariant` supports with no model."""
+    if config.models.numerics != "invariant":
+        return
     if files.is_encoder:
         raise ConfigError(f"--numerics invariant does not support encoders, and {files.name} is one", param="numerics")
-    if knobs.sparse_draft is not None:
+    if config.engine.sparse_draft is not None:
         reason = "which tokens it leaves out depends on the cache"
         raise ConfigError(f"--numerics invariant does not support --sparse-draft: {reason}", param="sparse_draft")
 
