@@ -46,7 +46,7 @@ narrow heads, attention of the second chunk is the library's."""
 PAIRS = CHUNKS[0] * (LENGTH + CHUNKS[0])
 """Of queries and keys in the first chunk."""
 END_TOKENS = 4
-"""That CHUNKS have beyond MANY_TOKENS, and a step begins or ends with."""
+"""At either end of a step, of which most must agree: the first of CHUNKS has as many in its kernels' last tiles."""
 REROUTED_SHARE = 0.1
 """Of a step's tokens, where the model has experts: so many may differ by any amount, because routers choose other
 experts at near ties. On an H200 single tokens in chunks of twelve families' tiny models were off by up to 9 times
