@@ -8,7 +8,7 @@ import pytest
 from benchmarks.references import double
 from headrace.backend.cuda.row_kernels import swiglu
 from headrace.backend.operations import operations
-from headrace.models.fused_linear import FusedLinear
+from headrace.models.fused_linear import FusedLinear, product_refusal
 
 pytestmark = pytest.mark.gpu
 
@@ -76,6 +76,7 @@ def test_a_bias_and_a_residual_are_added_once_behind_a_sum_over_ranks(bits: int 
     part.bias = 10 * whole.bias  # so that twice the bias differs by more than roundings
     product = FusedLinear([part])
     assert not product.adds_residual
+    assert product_refusal(part) == "weights that are split over ranks"
     for number in NUM_TOKENS:
         x, residual = (mx.array(rng.standard_normal((1, number, size))).astype(DTYPE) for size in (256, 40))
         want = double(x) @ weights.T + bias
