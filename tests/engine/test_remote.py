@@ -179,6 +179,7 @@ def test_all_that_waits_gets_an_error_when_the_process_is_killed() -> None:
         assert engine.stop(1.0)
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_reported_until_it_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ from attack.running import KEY, RunningServer, running_server
 from page.acts import answers, say
 from page.test_engine_view import engine_page, rows
 from page.visits import Visit, open_visit
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 FIRST, SECOND = "headrace-miniature", "headrace-miniature-draft"
 LOAD_MS = 90_000
@@ -96,8 +96,13 @@ def test_a_conversation_keeps_the_model_that_was_chosen_which_an_answer_loads(
     expect(picker.get_by_role("option")).to_have_text([FIRST, f"{SECOND} (not loaded)"])
     picker.select_option(SECOND)
     page.get_by_label("Message", exact=True).fill("hello")
+    held: list[Route] = []
+    # a small model may be loaded before the page is looked at
+    page.route("**/v1/chat/completions", lambda route: held.append(route))
     page.get_by_label("Message", exact=True).press("Enter")
     expect(answers(page).get_by_text(f"Loading {SECOND}: ")).to_be_visible()
+    held[0].continue_()
+    page.unroute("**/v1/chat/completions")
     expect(answers(page)).to_have_attribute("aria-busy", "false", timeout=LOAD_MS)
     expect(page.get_by_role("article", name=f"Answer of {SECOND}")).to_be_visible()
     expect(picker.get_by_role("option")).to_have_text([FIRST, SECOND])
