@@ -97,7 +97,7 @@ def test_a_conversation_keeps_the_model_that_was_chosen_which_an_answer_loads(
     picker.select_option(SECOND)
     page.get_by_label("Message", exact=True).fill("hello")
     held: list[Route] = []
-    # a small model may be loaded before the page is looked at
+    # a small model may be loaded before its text is read
     page.route("**/v1/chat/completions", lambda route: held.append(route))
     page.get_by_label("Message", exact=True).press("Enter")
     expect(answers(page).get_by_text(f"Loading {SECOND}: ")).to_be_visible()
