@@ -19,6 +19,7 @@ from headrace.errors import ModelError
 from headrace.models.install import invariance_refusal
 from headrace.models.levels import choose_levels
 from headrace.models.load import load
+from headrace.models.mixers.cuda_attention import CudaAttentionMixer
 from headrace.models.packed import PackedModel
 from headrace.models.source import read_files
 from headrace.models.step import Row
@@ -121,6 +122,16 @@ def test_windows_and_quantised_keys_are_refused(
     refused = pytest.raises(ModelError, match=f"^--numerics invariant is not supported for tiny: {reason}$")
     with refused if reason is not None else nullcontext():
         load(read_files("tiny", folder), device=AS_ON_CUDA, **given)
+
+
+@tiny_fused.only_operations
+def test_a_model_that_fails_the_self_check_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny.save(tiny_fused.widen(FAMILY, monkeypatch), tmp_path)
+    right = CudaAttentionMixer._attend
+    monkeypatch.setattr(CudaAttentionMixer, "_attend", lambda *args: 1.1 * right(*args))
+    reason = "results of our CUDA kernels differ from mlx-lm's"
+    with pytest.raises(ModelError, match=f"^--numerics invariant is not supported for tiny: {reason}$"):
+        load(read_files("tiny", folder), dtype="float32", numerics="invariant", self_check=True, device=AS_ON_CUDA)
 
 
 @tiny_fused.only_operations
